@@ -1,0 +1,36 @@
+# Every check prints its figure last and exits 0 only where it holds.
+SHELL := /bin/bash
+CARGO ?= cargo
+
+.PHONY: build demo test lint check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input
+
+build:
+	$(CARGO) build --release --locked --bin espalier
+
+demo:
+	tests/checks/demo.sh
+
+test:
+	tests/checks/test.sh
+
+lint:
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+
+check-parity:
+	tests/checks/parity.sh
+
+check-solver:
+	tests/checks/solver.sh
+
+check-scores:
+	tests/checks/scores.sh "$(DATA)"
+
+check-counts:
+	tests/checks/counts.sh
+
+check-cpu-speed:
+	bench/cpu-speed.sh
+
+check-bad-input:
+	tests/checks/bad-input.sh

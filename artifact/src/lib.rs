@@ -1,0 +1,1 @@
+//! Content-addressed artifacts over an object store

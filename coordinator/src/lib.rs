@@ -1,0 +1,1 @@
+//! Jobs, stages, the scheduler, the journal, and the services over them

@@ -1,0 +1,482 @@
+//! What a task is asked and what it answers, one pair of types for each executor.
+
+use std::fmt;
+
+use espalier_arch::{Architecture, BlockShape, Candidate, Variant};
+use espalier_search::{CostKey, CostRow, Measurement, Point, Score, Workload};
+use serde::{Deserialize, Serialize};
+
+/// Names an artifact by its content: lower-case hexadecimal BLAKE3.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct ArtifactId(pub String);
+
+impl fmt::Display for ArtifactId {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.0)
+    }
+}
+
+/// Packed sequences of tokens in the artifact store.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Shard {
+    /// The tokens.
+    pub artifact: ArtifactId,
+    /// How many sequences.
+    pub sequences: usize,
+    /// Tokens of each.
+    pub sequence_tokens: usize,
+}
+
+/// A parent as executors load it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ParentRef {
+    /// A directory, a GGUF file, or `hf://org/name`.
+    pub source: String,
+    /// BLAKE3 over the names, sizes and first and last megabytes of its files, so that a parent that changes under a job is noticed.
+    pub fingerprint: String,
+    /// How its channels and groups are sorted; none before `sort`.
+    pub permutation: Option<ArtifactId>,
+}
+
+/// A smaller model: the sorted parent's slices, or trained weights.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Student {
+    /// Which variant each block has.
+    pub candidate: Candidate,
+    /// Weights after recovery; none means the sorted parent's prefixes.
+    pub weights: Option<ArtifactId>,
+}
+
+/// What a task is asked to do.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "kind")]
+pub enum TaskSpec {
+    /// Reads the parent's config and tensor index and tokenises the data.
+    Ingest(Ingest),
+    /// Times block shapes on the target, all of them interleaved.
+    Profile(Profile),
+    /// Sums importance over one shard.
+    Calibrate(Calibrate),
+    /// Merges importance and orders channels and groups by it.
+    Sort(Sort),
+    /// Measures what each variant of one block costs in quality.
+    Score(ScoreBlock),
+    /// Greedy conditional order in which whole layers are best removed (uniform strategy).
+    DepthOrder(DepthOrder),
+    /// KL of whole candidates without training (uniform strategy's grid).
+    Rank(Rank),
+    /// Measures an architecture with dummy weights, alternating with the parent.
+    Check(Check),
+    /// Distils a student from the parent.
+    Recover(Recover),
+    /// Measures quality on held-out text and benchmarks.
+    Evaluate(Evaluate),
+    /// Writes a Hugging Face directory.
+    Export(Export),
+    /// Loads an exported directory and measures it, alternating with the parent.
+    Verify(Verify),
+}
+
+impl TaskSpec {
+    /// The executor's name, as in metrics and listings.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Ingest(_) => "ingest",
+            Self::Profile(_) => "profile",
+            Self::Calibrate(_) => "calibrate",
+            Self::Sort(_) => "sort",
+            Self::Score(_) => "score",
+            Self::DepthOrder(_) => "depth_order",
+            Self::Rank(_) => "rank",
+            Self::Check(_) => "check",
+            Self::Recover(_) => "recover",
+            Self::Evaluate(_) => "evaluate",
+            Self::Export(_) => "export",
+            Self::Verify(_) => "verify",
+        }
+    }
+}
+
+/// What a task found out; the variant always matches the spec's.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "kind")]
+pub enum TaskOutput {
+    /// Of [`TaskSpec::Ingest`].
+    Ingest(Box<Ingested>),
+    /// Of [`TaskSpec::Profile`].
+    Profile(Profiled),
+    /// Of [`TaskSpec::Calibrate`].
+    Calibrate {
+        /// Importance sums in f64.
+        importance: ArtifactId,
+    },
+    /// Of [`TaskSpec::Sort`].
+    Sort {
+        /// The permutation of every prunable axis.
+        permutation: ArtifactId,
+    },
+    /// Of [`TaskSpec::Score`].
+    Score {
+        /// One for each variant asked for, in that order.
+        scores: Vec<Score>,
+    },
+    /// Of [`TaskSpec::DepthOrder`].
+    DepthOrder {
+        /// Layer numbers, the most dispensable first.
+        layers: Vec<usize>,
+        /// KL to the parent after each removal.
+        divergences: Vec<f64>,
+    },
+    /// Of [`TaskSpec::Rank`].
+    Rank {
+        /// Mean KL to the parent of each candidate, in the order asked.
+        divergences: Vec<f64>,
+    },
+    /// Of [`TaskSpec::Check`] and [`TaskSpec::Verify`].
+    Measured(Box<MeasuredPair>),
+    /// Of [`TaskSpec::Recover`].
+    Recover(Recovered),
+    /// Of [`TaskSpec::Evaluate`].
+    Evaluate(Quality),
+    /// Of [`TaskSpec::Export`].
+    Export(Exported),
+}
+
+/// Asks to read the parent and tokenise the data.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Ingest {
+    /// A directory, a GGUF file, or `hf://org/name`.
+    pub parent: String,
+    /// Files of training text: `.txt`, `.jsonl`, each also `.gz`, `.xz`, `.zst`.
+    pub train: Vec<String>,
+    /// Files of held-out text.
+    pub validation: Vec<String>,
+    /// Tokens of each packed sequence.
+    pub sequence_tokens: usize,
+    /// Tokens wanted for importance.
+    pub calibration_tokens: u64,
+    /// Tokens wanted for scoring; disjoint from validation.
+    pub scoring_tokens: u64,
+    /// Tokens wanted for recovery.
+    pub recovery_tokens: u64,
+    /// Tokens wanted for held-out quality.
+    pub validation_tokens: u64,
+    /// Seeds the order of documents.
+    pub seed: u64,
+}
+
+/// The parent as read, and the data as tokenised.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Ingested {
+    /// Its fingerprint is filled in, its permutation is not.
+    pub parent: ParentRef,
+    /// The parent's shape.
+    pub architecture: Architecture,
+    /// For importance.
+    pub calibration: Vec<Shard>,
+    /// For scores, ranks and depth order.
+    pub scoring: Shard,
+    /// For recovery, in order.
+    pub recovery: Vec<Shard>,
+    /// For held-out quality only.
+    pub validation: Shard,
+    /// Documents read, and how many were left out as empty.
+    pub documents: u64,
+    /// Documents left out as empty.
+    pub empty_documents: u64,
+}
+
+/// Asks to time block shapes on the target.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Profile {
+    /// The parent's shape: hidden width, vocabulary, rope.
+    pub architecture: Architecture,
+    /// The distinct shapes to time.
+    pub shapes: Vec<BlockShape>,
+    /// Loads to time them at.
+    pub points: Vec<Point>,
+    /// Rounds over all shapes, interleaved.
+    pub rounds: usize,
+    /// The workload under which the whole parent is measured too.
+    pub workload: Workload,
+}
+
+/// Rows for the cost table, and the parent measured whole.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Profiled {
+    /// What the rows are true for.
+    pub key: CostKey,
+    /// One a shape and point, and the base at each point.
+    pub rows: Vec<CostRow>,
+    /// The whole parent under the workload.
+    pub parent: Measurement,
+}
+
+/// Asks for importance sums over one shard.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Calibrate {
+    /// The parent.
+    pub parent: ParentRef,
+    /// The tokens.
+    pub shard: Shard,
+}
+
+/// Asks to order every prunable axis.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sort {
+    /// The parent.
+    pub parent: ParentRef,
+    /// Sums, merged in this order.
+    pub importance: Vec<ArtifactId>,
+}
+
+/// Asks what each variant of one block costs in quality.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ScoreBlock {
+    /// The sorted parent.
+    pub parent: ParentRef,
+    /// Index into the parent's list of blocks.
+    pub block: usize,
+    /// The variants that stand in, one at a time.
+    pub variants: Vec<Variant>,
+    /// The tokens.
+    pub shard: Shard,
+}
+
+/// Asks in which order whole layers are best removed.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DepthOrder {
+    /// The sorted parent.
+    pub parent: ParentRef,
+    /// How many layers to remove at the most.
+    pub remove: usize,
+    /// The tokens.
+    pub shard: Shard,
+    /// How many sequences of the shard to use.
+    pub sequences: usize,
+}
+
+/// Asks for the KL of whole candidates without training.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rank {
+    /// The sorted parent.
+    pub parent: ParentRef,
+    /// The candidates.
+    pub candidates: Vec<Candidate>,
+    /// The tokens.
+    pub shard: Shard,
+}
+
+/// Asks to measure an architecture with dummy weights, alternating with the parent.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Check {
+    /// The parent's shape.
+    pub parent: Architecture,
+    /// The candidate's shape.
+    pub architecture: Architecture,
+    /// What to run.
+    pub workload: Workload,
+    /// Alternations.
+    pub repeats: usize,
+}
+
+/// Asks to measure an exported directory, alternating with the parent.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Verify {
+    /// The parent.
+    pub parent: ParentRef,
+    /// The exported directory.
+    pub directory: String,
+    /// What to run.
+    pub workload: Workload,
+    /// Alternations.
+    pub repeats: usize,
+}
+
+/// Two models measured in alternation.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MeasuredPair {
+    /// The parent.
+    pub parent: Measurement,
+    /// The candidate.
+    pub candidate: Measurement,
+    /// Largest drift of the parent's latency within the run, as a share of its median.
+    pub parent_drift: f64,
+}
+
+/// Asks to distil a student from the parent.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recover {
+    /// The sorted parent.
+    pub parent: ParentRef,
+    /// The student's variants.
+    pub candidate: Candidate,
+    /// Tokens to train on, in order.
+    pub shards: Vec<Shard>,
+    /// How it is trained.
+    pub recipe: Recipe,
+    /// A checkpoint of an earlier attempt to go on from.
+    pub resume: Option<ArtifactId>,
+}
+
+/// How a student is trained.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recipe {
+    /// Tokens to train on; the schedule is laid over them.
+    pub tokens: u64,
+    /// Sequences in a step.
+    pub batch_sequences: usize,
+    /// Peak learning rate.
+    pub learning_rate: f64,
+    /// Share of the steps in which it rises from zero.
+    pub warmup: f64,
+    /// Share of the peak at which the cosine ends.
+    pub final_share: f64,
+    /// Global gradient norm is clipped to this.
+    pub clip: f64,
+    /// AdamW's decay of moments.
+    pub betas: (f64, f64),
+    /// AdamW's decoupled weight decay.
+    pub weight_decay: f64,
+    /// A checkpoint is written every so many steps.
+    pub checkpoint_steps: u64,
+    /// Orders the sequences.
+    pub seed: u64,
+}
+
+/// A trained student.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Recovered {
+    /// Its weights.
+    pub weights: ArtifactId,
+    /// Loss after each step, nats a token.
+    pub losses: Vec<f32>,
+    /// Tokens trained on.
+    pub tokens: u64,
+    /// Whether training made the held-in loss worse, so that the untrained weights were kept.
+    pub kept_untrained: bool,
+    /// Seconds of training, over all attempts.
+    pub seconds: f64,
+}
+
+/// Asks for quality on held-out text and benchmarks.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Evaluate {
+    /// The parent, sorted when a student is evaluated.
+    pub parent: ParentRef,
+    /// The model to evaluate; none is the parent itself.
+    pub student: Option<Student>,
+    /// Held-out sequences for KL and perplexity.
+    pub validation: Shard,
+    /// Benchmark files.
+    pub benchmarks: Vec<String>,
+    /// Examples of each benchmark at the most.
+    pub benchmark_examples: usize,
+}
+
+/// Quality of one model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Quality {
+    /// Mean KL to the parent, nats a token; 0 for the parent.
+    pub divergence: f64,
+    /// Its standard error over sequences.
+    pub divergence_error: f64,
+    /// Perplexity on the held-out sequences.
+    pub perplexity: f64,
+    /// Accuracy on each benchmark.
+    pub benchmarks: Vec<Benchmark>,
+}
+
+/// Accuracy on one benchmark.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Benchmark {
+    /// The file's stem.
+    pub name: String,
+    /// Share right, 0 to 1.
+    pub accuracy: f64,
+    /// Its standard error.
+    pub accuracy_error: f64,
+    /// Examples it was measured on.
+    pub examples: usize,
+}
+
+/// Asks to write a Hugging Face directory.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Export {
+    /// The sorted parent.
+    pub parent: ParentRef,
+    /// What to export.
+    pub student: Student,
+    /// Directory to make; must not exist.
+    pub directory: String,
+}
+
+/// A Hugging Face directory as written.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Exported {
+    /// The directory.
+    pub directory: String,
+    /// Bytes of its weights.
+    pub weight_bytes: u64,
+    /// Parameters.
+    pub parameters: u64,
+    /// Whether transformers needs the modelling file that lies in it.
+    pub needs_remote_code: bool,
+}
+
+/// How far an attempt has come.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Progress {
+    /// Units done.
+    pub done: u64,
+    /// Units in all.
+    pub total: u64,
+    /// What a unit is: `tokens`, `variants`, `rounds`.
+    pub unit: String,
+    /// One line for people, for example the loss.
+    pub note: String,
+}
+
+/// Why an attempt failed, as far as retrying goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FailureKind {
+    /// The input is wrong; no retry can mend it.
+    Invalid,
+    /// The executor reported an error.
+    Error,
+    /// The device or the host ran out of memory.
+    OutOfMemory,
+    /// The child ended without an answer.
+    Crashed,
+    /// No progress within the deadline.
+    Hung,
+    /// Measurements scattered too widely to tell.
+    TooNoisy,
+}
+
+/// Why an attempt failed.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Failure {
+    /// As far as retrying goes.
+    pub kind: FailureKind,
+    /// One clear line.
+    pub message: String,
+}

@@ -1,0 +1,1 @@
+//! The agent, its device children, and the executors that run tasks
