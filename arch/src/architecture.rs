@@ -62,14 +62,22 @@ impl Architecture {
                 .with_variant(variant)
                 .map_err(|reason| Error::VariantDoesNotFit { block: index, reason })?;
             if let Some(shape) = shape {
-                blocks.push(Block { layer: block.layer, shape });
+                blocks.push(Block {
+                    layer: block.layer,
+                    shape,
+                });
             }
         }
-        Ok(Self { blocks, ..self.clone() })
+        Ok(Self {
+            blocks,
+            ..self.clone()
+        })
     }
 
     /// The candidate that keeps every block whole.
     pub fn whole(&self) -> Candidate {
-        Candidate { variants: vec![Variant::Whole; self.blocks.len()] }
+        Candidate {
+            variants: vec![Variant::Whole; self.blocks.len()],
+        }
     }
 }

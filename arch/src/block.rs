@@ -129,6 +129,18 @@ pub struct Mamba2 {
     pub conv_kernel: usize,
 }
 
+impl Mamba2 {
+    /// Channels that carry x, z and y: `heads · head_dim`.
+    pub fn inner_width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Channels of the causal convolution, over x, B and C: `inner + 2 · groups · state`.
+    pub fn convolved_width(&self) -> usize {
+        self.inner_width() + 2 * self.groups * self.state
+    }
+}
+
 /// A mixture of expert MLPs with a router and shared experts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -168,20 +180,31 @@ impl BlockShape {
             (_, Variant::Whole) => Ok(Some(self.clone())),
             (Self::Attention(whole), Variant::Attention { kv_groups }) => {
                 within("kv_groups", *kv_groups, whole.kv_groups)?;
-                Ok(Some(Self::Attention(Attention { kv_groups: *kv_groups, ..whole.clone() })))
+                Ok(Some(Self::Attention(Attention {
+                    kv_groups: *kv_groups,
+                    ..whole.clone()
+                })))
             }
             (Self::Mlp(whole), Variant::Mlp { channels }) => {
                 within("channels", *channels, whole.channels)?;
-                Ok(Some(Self::Mlp(Mlp { channels: *channels, ..whole.clone() })))
+                Ok(Some(Self::Mlp(Mlp {
+                    channels: *channels,
+                    ..whole.clone()
+                })))
             }
-            (shape, variant) => Err(format!("{variant} is not a variant of a {:?} block", shape.kind())),
+            (shape, variant) => Err(format!(
+                "{variant} is not a variant of a {:?} block",
+                shape.kind()
+            )),
         }
     }
 }
 
 fn within(axis: &str, value: usize, whole: usize) -> std::result::Result<(), String> {
     if value == 0 || value > whole {
-        return Err(format!("{axis} is {value}, expected 1 to {whole} (use skip to remove the block)"));
+        return Err(format!(
+            "{axis} is {value}, expected 1 to {whole} (use skip to remove the block)"
+        ));
     }
     Ok(())
 }

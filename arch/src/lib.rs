@@ -10,9 +10,11 @@ mod block;
 mod candidate;
 mod error;
 mod rope;
+mod tensors;
 
 pub use architecture::{Architecture, Family};
 pub use block::{Activation, Attention, Block, BlockKind, BlockShape, Mamba2, Mlp, Moe};
 pub use candidate::{Candidate, Variant};
 pub use error::{Error, Result};
 pub use rope::{Rope, RopeScaling};
+pub use tensors::{Part, Role, TensorSpec};
