@@ -1,5 +1,7 @@
 //! Measured time of each block shape on one target.
 
+use std::fmt;
+
 use espalier_arch::BlockShape;
 use serde::{Deserialize, Serialize};
 
@@ -76,4 +78,17 @@ pub struct CostTable {
     pub key: CostKey,
     /// Each subject at each point at most once.
     pub rows: Vec<CostRow>,
+}
+
+impl fmt::Display for Point {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Prefill { tokens, sequences } => {
+                write!(formatter, "prefill of {sequences} × {tokens} tokens")
+            }
+            Self::Decode { context, sequences } => {
+                write!(formatter, "decode of {sequences} sequences at context {context}")
+            }
+        }
+    }
 }

@@ -1,13 +1,28 @@
 //! Limits, cost tables, scores and the exact solver. Pure and synchronous: no tensor, no clock, no I/O.
+//!
+//! A cost table ([`CostTable`]) becomes a [`CostModel`], which prices any candidate; a [`Space`] names the
+//! variants of every block; [`heterogeneous`] puts both and the scores into a [`solver::Problem`], whose
+//! solution is a candidate; [`uniform`] is the grid that it is compared with.
 
 mod cost;
+mod error;
+#[cfg(test)]
+mod fixtures;
+pub mod heterogeneous;
 mod limit;
 mod measurement;
+mod predict;
 mod score;
+pub mod solver;
+mod space;
+pub mod uniform;
 mod workload;
 
 pub use cost::{CostKey, CostRow, CostTable, Point, Subject};
-pub use limit::{Bound, Limit, Metric};
+pub use error::{Error, Result};
+pub use limit::{AbsoluteLimit, Bound, Figures, Limit, Limits, Metric};
 pub use measurement::{Measurement, Summary};
+pub use predict::{Corrections, CostModel, Costs, Prediction, counted_bytes, parameters, points};
 pub use score::Score;
+pub use space::Space;
 pub use workload::Workload;

@@ -1,0 +1,147 @@
+//! The uniform (Minitron-like) grid: every layer of one size, whole layers dropped in a given order.
+
+use espalier_arch::{Architecture, BlockShape, Candidate, Variant};
+use serde::{Deserialize, Serialize};
+
+use crate::{AbsoluteLimit, CostModel, Prediction, Result, Space};
+
+/// One point of the grid.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GridPoint {
+    /// The same variant for every attention block and for every MLP block, skip for dropped layers.
+    pub candidate: Candidate,
+    /// Key/value groups of every attention block that stays, at the most.
+    pub kv_groups: usize,
+    /// Channels of every MLP block that stays, at the most.
+    pub channels: usize,
+    /// Layers dropped, in the order of dropping.
+    pub dropped: Vec<usize>,
+    /// What it will cost.
+    pub prediction: Prediction,
+    /// The largest share of a limit that it uses.
+    pub fill: f64,
+}
+
+/// For each number of key/value groups and of dropped layers the widest MLP inside every limit (timed ones
+/// less `margin`): the `most` of these that fill their limits best, the best filled first. A point that
+/// another is at least as large as along every axis is left out. Empty when nothing is inside.
+///
+/// # Errors
+/// When the search space does not fit the parent or the cost table lacks a shape.
+pub fn grid(
+    parent: &Architecture,
+    space: &Space,
+    depth_order: &[usize],
+    model: &CostModel,
+    limits: &[AbsoluteLimit],
+    margin: f64,
+    most: usize,
+) -> Result<Vec<GridPoint>> {
+    let (counts, widths) = axes(parent, space)?;
+    let aimed: Vec<AbsoluteLimit> = limits.iter().map(|limit| aim(limit, margin)).collect();
+    let mut points: Vec<GridPoint> = Vec::new();
+    for dropped in (0..=depth_order.len()).filter_map(|count| depth_order.get(..count)) {
+        for &kv_groups in &counts {
+            for &channels in &widths {
+                let candidate = candidate(parent, kv_groups, channels, dropped);
+                let prediction = model.predict(&parent.with_candidate(&candidate)?)?;
+                let Some(fill) = filled(&prediction, &aimed) else {
+                    continue;
+                };
+                let dropped = dropped.to_vec();
+                points.push(GridPoint {
+                    candidate,
+                    kv_groups,
+                    channels,
+                    dropped,
+                    prediction,
+                    fill,
+                });
+                break;
+            }
+        }
+    }
+    let covered = |point: &GridPoint| {
+        points.iter().any(|other| {
+            other != point
+                && other.kv_groups >= point.kv_groups
+                && other.channels >= point.channels
+                && other.dropped.len() <= point.dropped.len()
+        })
+    };
+    let mut kept: Vec<GridPoint> = points.iter().filter(|point| !covered(point)).cloned().collect();
+    kept.sort_by(|a, b| b.fill.total_cmp(&a.fill));
+    kept.truncate(most);
+    Ok(kept)
+}
+
+/// A timed limit with a margin to spare.
+pub fn aim(limit: &AbsoluteLimit, margin: f64) -> AbsoluteLimit {
+    if !limit.metric.is_timed() {
+        return *limit;
+    }
+    let value = if limit.metric.more_is_better() {
+        limit.value / (1.0 - margin)
+    } else {
+        limit.value * (1.0 - margin)
+    };
+    AbsoluteLimit {
+        metric: limit.metric,
+        value,
+    }
+}
+
+/// The largest share of a limit that is used, when all are kept.
+fn filled(prediction: &Prediction, limits: &[AbsoluteLimit]) -> Option<f64> {
+    let mut fill: f64 = 0.0;
+    for limit in limits {
+        let value = prediction.figures.get(limit.metric)?;
+        if !limit.admits(value) {
+            return None;
+        }
+        fill = fill.max(limit.use_of(value));
+    }
+    Some(fill)
+}
+
+/// KV counts and MLP widths, each from the whole down.
+fn axes(parent: &Architecture, space: &Space) -> Result<(Vec<usize>, Vec<usize>)> {
+    let mut counts = Vec::new();
+    let mut widths = Vec::new();
+    for block in &parent.blocks {
+        match &block.shape {
+            BlockShape::Attention(attention) => {
+                counts.push(attention.kv_groups);
+                counts.extend(space.kv_counts(attention)?);
+            }
+            BlockShape::Mlp(mlp) => {
+                widths.push(mlp.channels);
+                widths.extend(space.widths(mlp)?);
+            }
+            BlockShape::Mamba2(_) | BlockShape::Moe(_) => {}
+        }
+    }
+    for axis in [&mut counts, &mut widths] {
+        axis.sort_unstable_by(|a, b| b.cmp(a));
+        axis.dedup();
+        if axis.is_empty() {
+            axis.push(0);
+        }
+    }
+    Ok((counts, widths))
+}
+
+fn candidate(parent: &Architecture, kv_groups: usize, channels: usize, dropped: &[usize]) -> Candidate {
+    let variants = parent.blocks.iter().map(|block| match &block.shape {
+        _ if dropped.contains(&block.layer) => Variant::Skip,
+        BlockShape::Attention(attention) if kv_groups < attention.kv_groups => {
+            Variant::Attention { kv_groups }
+        }
+        BlockShape::Mlp(mlp) if channels < mlp.channels => Variant::Mlp { channels },
+        _ => Variant::Whole,
+    });
+    Candidate {
+        variants: variants.collect(),
+    }
+}
