@@ -7,6 +7,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         ["proto"],
     )?;
     tonic_prost_build::configure()
+        // `Workers.Connect` would clash with a generated `connect`: make a channel and use `new`.
+        .build_transport(false)
         .bytes(".")
         .compile_fds(descriptors)?;
     Ok(())
