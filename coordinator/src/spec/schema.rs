@@ -1,0 +1,12 @@
+//! Shapes that exist only in the JSON schema, where the type's own serde form says too little.
+
+use schemars::JsonSchema;
+
+/// The word `auto`.
+#[derive(JsonSchema)]
+#[serde(rename_all = "snake_case")]
+#[allow(dead_code, reason = "only its schema is used")]
+pub(super) enum Auto {
+    /// Every count.
+    Auto,
+}
