@@ -19,6 +19,40 @@ pub enum Error {
         /// What was expected.
         reason: String,
     },
+    /// A config without a key that its family needs.
+    #[error("config {key} is missing, expected {expected}")]
+    MissingKey {
+        /// The key, with the path to it.
+        key: String,
+        /// What would be right.
+        expected: String,
+    },
+    /// A config key with a value that cannot be used.
+    #[error("config {key} is {value}, expected {expected}")]
+    BadValue {
+        /// The key, with the path to it.
+        key: String,
+        /// The value found, as JSON, shortened.
+        value: String,
+        /// What would be right.
+        expected: String,
+    },
+    /// A family that is not known here.
+    #[error("config model_type is {found}, expected one of {known}")]
+    UnknownModelType {
+        /// The value found, as JSON, shortened.
+        found: String,
+        /// The families known.
+        known: String,
+    },
+    /// A shape that the family's own config cannot express.
+    #[error(
+        "the architecture is not uniform: {reason}; expected layers of one attention and one MLP block, all of equal sizes"
+    )]
+    NotUniform {
+        /// What differs.
+        reason: String,
+    },
 }
 
 /// A result whose error is this crate's.

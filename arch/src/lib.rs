@@ -8,6 +8,7 @@
 mod architecture;
 mod block;
 mod candidate;
+mod config;
 mod error;
 mod rope;
 mod tensors;
