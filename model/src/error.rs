@@ -21,6 +21,86 @@ pub enum Error {
     /// A shape that does not follow from its parent's.
     #[error(transparent)]
     Architecture(#[from] espalier_arch::Error),
+    /// A kind of block whose tensors are not implemented.
+    #[error("{kind:?} blocks can be counted but not run yet")]
+    UnsupportedBlock {
+        /// The kind.
+        kind: espalier_arch::BlockKind,
+    },
+    /// Weights of one kind used with a shape of another.
+    #[error("a block of kind {expected:?} cannot take a shape of kind {found:?}")]
+    BlockKind {
+        /// Of the weights.
+        expected: espalier_arch::BlockKind,
+        /// Of the shape.
+        found: espalier_arch::BlockKind,
+    },
+    /// A tensor that the architecture needs and nobody gave.
+    #[error("the {role:?} tensor is missing")]
+    MissingTensor {
+        /// What it is for.
+        role: espalier_arch::Role,
+    },
+    /// A tensor of another shape than the architecture says.
+    #[error("tensor {name}: expected shape {expected:?}, found {found:?}")]
+    TensorShape {
+        /// Its name in the checkpoint.
+        name: String,
+        /// By the architecture.
+        expected: Vec<usize>,
+        /// As given.
+        found: Vec<usize>,
+    },
+    /// A request that the model's shape cannot serve.
+    #[error("{what} is {value}, expected {expected}")]
+    OutOfRange {
+        /// Which quantity.
+        what: &'static str,
+        /// As given.
+        value: usize,
+        /// What would be right.
+        expected: String,
+    },
+    /// A file that is not what it should be.
+    #[error("{path}: {reason}")]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong and what was expected.
+        reason: String,
+    },
+    /// A tensor of a checkpoint that is missing, superfluous, cut short or of another shape.
+    #[error("{path}: tensor {tensor}: expected {expected}, found {found}")]
+    CheckpointTensor {
+        /// The file.
+        path: PathBuf,
+        /// Its name in the checkpoint.
+        tensor: String,
+        /// What would be right.
+        expected: String,
+        /// What is there.
+        found: String,
+    },
+    /// A repository that a hub does not give.
+    #[error("{source_name}: {reason}")]
+    Hub {
+        /// As given: `hf://org/name`.
+        source_name: String,
+        /// What is wrong and what to do.
+        reason: String,
+    },
+    /// A directory that an export would overwrite.
+    #[error("{path} exists already: give the export a directory that does not exist yet")]
+    OutputExists {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// A model that no checkpoint format of ours expresses.
+    #[error("the model cannot be exported: {reason}")]
+    NotExportable {
+        /// What stands in the way.
+        reason: String,
+    },
     /// A file that could not be read or written.
     #[error("{path}: {source}")]
     Io {

@@ -1,0 +1,175 @@
+//! Parents on disk: Hugging Face directories, GGUF files, repositories of a hub, and our own exports.
+//!
+//! [`Parent::open`] reads headers, config and tokenizer, never weights, and checks everything that can be
+//! checked without them: each tensor of the architecture is there, with its shape, in a type that can be
+//! read, inside a file that is long enough. [`Parent::load`] reads the weights as f32. Here live formats and
+//! their quirks; nothing here computes with a model or writes a checkpoint (see [`crate::export`]).
+
+mod directory;
+mod gguf;
+mod hub;
+mod side_files;
+mod stored;
+
+use std::path::{Path, PathBuf};
+
+use espalier_arch::Architecture;
+use serde_json::Value;
+
+use crate::ops::Operations;
+use crate::tokenizer::{Tokenizer, check_vocabulary};
+use crate::{Error, Model, Result};
+
+pub use side_files::{SideFiles, SpecialTokens};
+pub use stored::Precision;
+
+/// The prefix of a source that names a repository of a hub.
+pub const HUB_PREFIX: &str = "hf://";
+
+/// A checkpoint that has been opened and checked, its weights not yet read.
+#[derive(Debug)]
+pub struct Parent {
+    /// The model's shape.
+    pub architecture: Architecture,
+    /// `config.json`, or what it would be (rebuilt from GGUF metadata).
+    pub config: Value,
+    /// What [`Parent::open`] was given.
+    pub source: String,
+    /// The directory or file that was read: for a hub's repository, where its copy lies.
+    pub path: PathBuf,
+    tensors: stored::TensorIndex,
+    side_files: SideFiles,
+    tokenizer: Option<Tokenizer>,
+}
+
+impl Parent {
+    /// Opens a Hugging Face directory, a GGUF file, or `hf://org/name[@revision]`.
+    ///
+    /// A hub is read through `HF_ENDPOINT`, `HF_TOKEN` and `HF_HOME`, as Hugging Face's own tools do.
+    ///
+    /// # Errors
+    /// When the source cannot be read, its family is unknown, a tensor is missing, superfluous or of another
+    /// shape, a file is cut short, or the tokenizer does not fit the vocabulary. The error names the file,
+    /// the tensor and what was expected.
+    pub fn open(source: &str) -> Result<Self> {
+        let path = match source.strip_prefix(HUB_PREFIX) {
+            Some(repository) => hub::fetch(repository)?,
+            None => PathBuf::from(source),
+        };
+        let metadata = std::fs::metadata(&path).map_err(|source| Error::Io {
+            path: path.clone(),
+            source,
+        })?;
+        let opened = if metadata.is_dir() {
+            directory::open(&path)?
+        } else {
+            gguf::open(&path)?
+        };
+        opened.tensors.check(&opened.architecture)?;
+        let tokenizer = opened
+            .side_files
+            .file(side_files::TOKENIZER)
+            .map(|bytes| tokenizer_from_bytes(&path, bytes, &opened.architecture))
+            .transpose()?;
+        Ok(Self {
+            architecture: opened.architecture,
+            config: opened.config,
+            source: source.to_owned(),
+            path,
+            tensors: opened.tensors,
+            side_files: opened.side_files,
+            tokenizer,
+        })
+    }
+
+    /// BLAKE3, in hexadecimal, of the names, sizes, first and last MiB of every weight file, of the config
+    /// and of the tokenizer: two parents with one fingerprint are one parent for every practical purpose.
+    ///
+    /// # Errors
+    /// When a file cannot be read.
+    pub fn fingerprint(&self) -> Result<String> {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(self.config.to_string().as_bytes());
+        for (name, bytes) in self.side_files.iter() {
+            hasher.update(name.as_bytes());
+            hasher.update(&(bytes.len() as u64).to_le_bytes());
+            hasher.update(bytes);
+        }
+        self.tensors.fingerprint(&mut hasher)?;
+        Ok(hasher.finalize().to_hex().to_string())
+    }
+
+    /// Reads every weight, converted to f32, onto the backend's device.
+    ///
+    /// # Errors
+    /// When a file cannot be read any more.
+    pub fn load(&self, ops: &dyn Operations) -> Result<Model> {
+        Model::from_tensors(&self.architecture, |spec| {
+            let (rows, columns) = stored::matrix(&spec.shape);
+            ops.upload(&self.tensors.read(&spec.name)?, rows, columns)
+        })
+    }
+
+    /// The tokenizer, already checked against the vocabulary.
+    ///
+    /// # Errors
+    /// When the checkpoint has none.
+    pub fn tokenizer(&self) -> Result<&Tokenizer> {
+        self.tokenizer.as_ref().ok_or_else(|| Error::Damaged {
+            path: self.path.clone(),
+            reason:
+                "no tokenizer.json, expected one beside the weights (save the tokenizer with transformers' \
+                     save_pretrained to make it)"
+                    .to_owned(),
+        })
+    }
+
+    /// Tokenizer, chat template, generation config and special tokens, as files to be copied and as values.
+    pub fn side_files(&self) -> &SideFiles {
+        &self.side_files
+    }
+
+    /// The narrowest type that holds the stored weights: 16-bit when all of them are 16-bit or quantised.
+    pub fn stored_precision(&self) -> Precision {
+        self.tensors.precision()
+    }
+}
+
+/// What a format's reader found, before the checks that all formats share.
+struct Opened {
+    architecture: Architecture,
+    config: Value,
+    tensors: stored::TensorIndex,
+    side_files: SideFiles,
+}
+
+fn tokenizer_from_bytes(path: &Path, bytes: &[u8], architecture: &Architecture) -> Result<Tokenizer> {
+    let file = if path.is_dir() {
+        path.join(side_files::TOKENIZER)
+    } else {
+        path.to_owned()
+    };
+    let tokenizer = Tokenizer::from_bytes(bytes).map_err(|error| Error::Damaged {
+        path: file.clone(),
+        reason: format!("not a tokenizer that can be read: {error}"),
+    })?;
+    check_vocabulary(&tokenizer, architecture).map_err(|reason| Error::Damaged { path: file, reason })?;
+    Ok(tokenizer)
+}
+
+/// Reads a whole small file.
+fn read_file(path: &Path) -> Result<Vec<u8>> {
+    std::fs::read(path).map_err(|source| Error::Io {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// Reads a whole small JSON file.
+fn read_json(path: &Path) -> Result<Value> {
+    let bytes = read_file(path)?;
+    serde_json::from_slice(&bytes).map_err(|error| Error::Damaged {
+        path: path.to_owned(),
+        reason: format!("not valid JSON: {error}"),
+    })
+}

@@ -1,0 +1,332 @@
+//! Where each tensor lies and how it is encoded; reading it as f32.
+//!
+//! Files are read by position, not mapped: a file that is cut while a job runs gives an error, where a
+//! mapping would kill the process. Memory beyond the result is a chunk a thread.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use candle_core::quantized::{GgmlDType, QStorage, QTensor};
+use espalier_arch::Architecture;
+use rayon::prelude::*;
+
+use crate::{Error, Result};
+
+/// Elements converted at a time; a multiple of every block size.
+const CHUNK: usize = 1 << 20;
+/// Bytes hashed at each end of a file.
+const FINGERPRINT_BYTES: u64 = 1 << 20;
+
+/// The type that weights are written in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Precision {
+    /// IEEE single precision.
+    F32,
+    /// The upper half of single precision.
+    Bf16,
+}
+
+/// How a tensor's elements are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Encoding {
+    /// IEEE double precision.
+    F64,
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// The upper half of single precision.
+    Bf16,
+    /// Blocks of a GGML quantisation.
+    Quantised(GgmlDType),
+}
+
+impl Encoding {
+    /// Elements of the smallest unit, and its bytes.
+    pub fn unit(self) -> (usize, usize) {
+        match self {
+            Self::F64 => (1, 8),
+            Self::F32 => (1, 4),
+            Self::F16 | Self::Bf16 => (1, 2),
+            Self::Quantised(kind) => (kind.block_size(), kind.type_size()),
+        }
+    }
+
+    /// Bytes of `elements` elements; none when they do not fill whole units or the size overflows.
+    pub fn bytes(self, elements: usize) -> Option<u64> {
+        let (unit_elements, unit_bytes) = self.unit();
+        if !elements.is_multiple_of(unit_elements) {
+            return None;
+        }
+        (elements / unit_elements)
+            .checked_mul(unit_bytes)
+            .map(|bytes| bytes as u64)
+    }
+}
+
+/// A file of weights, open for reading.
+#[derive(Debug)]
+pub struct WeightFile {
+    pub path: PathBuf,
+    pub bytes: u64,
+    pub handle: File,
+}
+
+impl WeightFile {
+    /// Opens a file of weights.
+    pub fn open(path: &Path) -> Result<Self> {
+        let io = |source| Error::Io {
+            path: path.to_owned(),
+            source,
+        };
+        let handle = File::open(path).map_err(io)?;
+        let bytes = handle.metadata().map_err(io)?.len();
+        Ok(Self {
+            path: path.to_owned(),
+            bytes,
+            handle,
+        })
+    }
+
+    /// Reads bytes at a position.
+    pub fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> Result<()> {
+        self.handle
+            .read_exact_at(buffer, offset)
+            .map_err(|source| Error::Io {
+                path: self.path.clone(),
+                source,
+            })
+    }
+}
+
+/// Where one tensor lies.
+#[derive(Debug, Clone)]
+pub struct Stored {
+    /// Index into the files.
+    pub file: usize,
+    /// Position of its first byte in the file.
+    pub offset: u64,
+    /// Outermost dimension first.
+    pub shape: Vec<usize>,
+    /// How its elements are stored.
+    pub encoding: Encoding,
+    /// Heads whose rows are interleaved (GGUF's Llama), to be put back into halves on reading.
+    pub interleaved_heads: Option<usize>,
+}
+
+/// Every tensor of a checkpoint, by its Hugging Face name.
+#[derive(Debug, Default)]
+pub struct TensorIndex {
+    pub files: Vec<WeightFile>,
+    pub tensors: BTreeMap<String, Stored>,
+    /// Where a missing tensor should have been: the index file, or the only file of weights.
+    pub listing: PathBuf,
+}
+
+impl TensorIndex {
+    /// Checks names, shapes and bounds against the architecture.
+    pub fn check(&self, architecture: &Architecture) -> Result<()> {
+        let specs = architecture.tensors();
+        for spec in &specs {
+            let Some(stored) = self.tensors.get(&spec.name) else {
+                return Err(Error::CheckpointTensor {
+                    path: self.listing.clone(),
+                    tensor: spec.name.clone(),
+                    expected: format!("a tensor of shape {:?}", spec.shape),
+                    found: "none".to_owned(),
+                });
+            };
+            if stored.shape != spec.shape {
+                return Err(self.wrong(
+                    &spec.name,
+                    stored,
+                    format!("shape {:?}", spec.shape),
+                    format!("{:?}", stored.shape),
+                ));
+            }
+        }
+        let known: std::collections::BTreeSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
+        let surplus: Vec<&String> = self
+            .tensors
+            .keys()
+            .filter(|name| !known.contains(name.as_str()) && !is_harmless(name, architecture))
+            .collect();
+        let Some(first) = surplus.first() else {
+            return Ok(());
+        };
+        Err(Error::CheckpointTensor {
+            path: self.listing.clone(),
+            tensor: (*first).clone(),
+            expected: "only tensors of the config's architecture".to_owned(),
+            found: match surplus.len() {
+                1 => "this one besides".to_owned(),
+                count => format!("this and {} more besides", count - 1),
+            },
+        })
+    }
+
+    /// One tensor as f32, row by row.
+    pub fn read(&self, name: &str) -> Result<Vec<f32>> {
+        let stored = self.tensors.get(name).ok_or_else(|| Error::CheckpointTensor {
+            path: self.listing.clone(),
+            tensor: name.to_owned(),
+            expected: "a tensor".to_owned(),
+            found: "none".to_owned(),
+        })?;
+        let file = self.files.get(stored.file).ok_or_else(|| Error::Damaged {
+            path: self.listing.clone(),
+            reason: format!(
+                "tensor {name} lies in file number {}, which was not opened",
+                stored.file
+            ),
+        })?;
+        read_from(file, name, stored)
+    }
+
+    /// 16-bit when no tensor is wider.
+    pub fn precision(&self) -> Precision {
+        let wide = |stored: &Stored| {
+            matches!(stored.encoding, Encoding::F32 | Encoding::F64) && stored.shape.len() > 1
+        };
+        if self.tensors.values().any(wide) {
+            Precision::F32
+        } else {
+            Precision::Bf16
+        }
+    }
+
+    /// Feeds names, sizes and both ends of every file to the hash.
+    pub fn fingerprint(&self, hasher: &mut blake3::Hasher) -> Result<()> {
+        for file in &self.files {
+            let name = file.path.file_name().unwrap_or_default();
+            hasher.update(name.as_encoded_bytes());
+            hasher.update(&file.bytes.to_le_bytes());
+            let length = file.bytes.min(FINGERPRINT_BYTES);
+            let mut buffer = vec![0u8; usize::try_from(length).unwrap_or_default()];
+            file.read_exact_at(&mut buffer, 0)?;
+            hasher.update(&buffer);
+            file.read_exact_at(&mut buffer, file.bytes - length)?;
+            hasher.update(&buffer);
+        }
+        Ok(())
+    }
+
+    fn wrong(&self, name: &str, stored: &Stored, expected: String, found: String) -> Error {
+        let path = self
+            .files
+            .get(stored.file)
+            .map_or_else(|| self.listing.clone(), |file| file.path.clone());
+        Error::CheckpointTensor {
+            path,
+            tensor: name.to_owned(),
+            expected,
+            found,
+        }
+    }
+}
+
+/// Reads one tensor of a file as f32, row by row.
+pub fn read_from(file: &WeightFile, name: &str, stored: &Stored) -> Result<Vec<f32>> {
+    let elements = stored.shape.iter().product::<usize>();
+    let mut data = vec![0f32; elements];
+    let (unit_elements, unit_bytes) = stored.encoding.unit();
+    data.par_chunks_mut(CHUNK)
+        .enumerate()
+        .try_for_each(|(index, chunk)| {
+            let mut raw = vec![0u8; chunk.len() / unit_elements * unit_bytes];
+            let before = (index * CHUNK / unit_elements * unit_bytes) as u64;
+            file.read_exact_at(&mut raw, stored.offset + before)?;
+            decode(stored.encoding, &raw, chunk).map_err(|found| Error::CheckpointTensor {
+                path: file.path.clone(),
+                tensor: name.to_owned(),
+                expected: "elements that can be decoded".to_owned(),
+                found,
+            })
+        })?;
+    match stored.interleaved_heads {
+        Some(heads) => {
+            let rows = stored.shape.first().copied().unwrap_or(1);
+            Ok(halves_from_interleaved(&data, heads, elements / rows.max(1)))
+        }
+        None => Ok(data),
+    }
+}
+
+/// Tensors that checkpoints carry though nothing is lost without them.
+fn is_harmless(name: &str, architecture: &Architecture) -> bool {
+    name.ends_with("rotary_emb.inv_freq")
+        || name.ends_with("attn.masked_bias")
+        || (architecture.tied_embedding && name == "lm_head.weight")
+}
+
+/// Rows and columns of the tensor handle: a vector is one row.
+pub fn matrix(shape: &[usize]) -> (usize, usize) {
+    match shape {
+        [] => (1, 1),
+        [columns] => (1, *columns),
+        [rows, rest @ ..] => (*rows, rest.iter().product()),
+    }
+}
+
+fn decode(encoding: Encoding, raw: &[u8], out: &mut [f32]) -> std::result::Result<(), String> {
+    match encoding {
+        Encoding::F64 => {
+            for (value, bytes) in out.iter_mut().zip(raw.as_chunks::<8>().0) {
+                #[allow(clippy::cast_possible_truncation)] // rounding to f32 is what is asked for
+                {
+                    *value = f64::from_le_bytes(*bytes) as f32;
+                }
+            }
+        }
+        Encoding::F32 => {
+            for (value, bytes) in out.iter_mut().zip(raw.as_chunks::<4>().0) {
+                *value = f32::from_le_bytes(*bytes);
+            }
+        }
+        Encoding::F16 => {
+            for (value, bytes) in out.iter_mut().zip(raw.as_chunks::<2>().0) {
+                *value = half::f16::from_le_bytes(*bytes).to_f32();
+            }
+        }
+        Encoding::Bf16 => {
+            for (value, bytes) in out.iter_mut().zip(raw.as_chunks::<2>().0) {
+                *value = half::bf16::from_le_bytes(*bytes).to_f32();
+            }
+        }
+        Encoding::Quantised(kind) => {
+            let values = dequantise(kind, raw, out.len()).map_err(|error| error.to_string())?;
+            if values.len() != out.len() {
+                return Err(format!("{} elements in place of {}", values.len(), out.len()));
+            }
+            out.copy_from_slice(&values);
+        }
+    }
+    Ok(())
+}
+
+fn dequantise(kind: GgmlDType, raw: &[u8], elements: usize) -> candle_core::Result<Vec<f32>> {
+    let cpu = candle_core::Device::Cpu;
+    let storage = QStorage::from_data(std::borrow::Cow::Borrowed(raw), &cpu, kind)?;
+    QTensor::new(storage, elements)?
+        .dequantize(&cpu)?
+        .to_vec1::<f32>()
+}
+
+/// GGUF stores Llama's query and key rows as rotated pairs side by side; Hugging Face stores the first
+/// halves of all pairs of a head, then the second.
+fn halves_from_interleaved(data: &[f32], heads: usize, columns: usize) -> Vec<f32> {
+    let head_dim = data.len() / columns / heads;
+    let half = head_dim / 2;
+    let mut out = Vec::with_capacity(data.len());
+    for head in data.chunks_exact(head_dim * columns) {
+        for side in 0..2 {
+            for pair in 0..half {
+                let row = (2 * pair + side) * columns;
+                out.extend_from_slice(&head[row..row + columns]);
+            }
+        }
+    }
+    out
+}

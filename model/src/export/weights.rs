@@ -1,0 +1,176 @@
+//! Weights as safetensors: one file, or shards of at most 5 GB with an index.
+//!
+//! Tensors are written one at a time through a small buffer, so an export needs no second copy of the model.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+
+use espalier_arch::Architecture;
+use serde_json::{Map, Value, json};
+
+use crate::checkpoint::Precision;
+use crate::{Error, Model, Result, Tensor};
+
+/// Bytes of one shard, as transformers shards.
+const SHARD_BYTES: u64 = 5_000_000_000;
+/// Headers are padded so that data begins at a multiple of this.
+const ALIGNMENT: usize = 8;
+
+struct Entry<'a> {
+    name: String,
+    shape: Vec<usize>,
+    tensor: &'a Tensor,
+    bytes: u64,
+}
+
+/// Writes the weights of `model` under the names of `architecture`; the bytes written.
+pub fn write(
+    model: &Model,
+    architecture: &Architecture,
+    precision: Precision,
+    directory: &Path,
+) -> Result<u64> {
+    write_in_shards(model, architecture, precision, directory, SHARD_BYTES)
+}
+
+fn write_in_shards(
+    model: &Model,
+    architecture: &Architecture,
+    precision: Precision,
+    directory: &Path,
+    shard_bytes: u64,
+) -> Result<u64> {
+    let shards = plan(entries(model, architecture, precision)?, shard_bytes);
+    let total: u64 = shards.iter().flatten().map(|entry| entry.bytes).sum();
+    if let [only] = shards.as_slice() {
+        write_shard(&directory.join("model.safetensors"), only, precision)?;
+        return Ok(total);
+    }
+    let mut map = Map::new();
+    for (index, shard) in shards.iter().enumerate() {
+        let name = format!("model-{:05}-of-{:05}.safetensors", index + 1, shards.len());
+        write_shard(&directory.join(&name), shard, precision)?;
+        map.extend(shard.iter().map(|entry| (entry.name.clone(), json!(name))));
+    }
+    let index = json!({"metadata": {"total_size": total}, "weight_map": map});
+    let bytes = serde_json::to_vec_pretty(&index).map_err(|error| Error::NotExportable {
+        reason: error.to_string(),
+    })?;
+    super::write_file(&directory.join("model.safetensors.index.json"), &bytes)?;
+    Ok(total)
+}
+
+fn entries<'a>(
+    model: &'a Model,
+    architecture: &Architecture,
+    precision: Precision,
+) -> Result<Vec<Entry<'a>>> {
+    let specs = architecture.tensors();
+    let tensors = model.tensors();
+    if specs.len() != tensors.len() {
+        return Err(Error::NotExportable {
+            reason: format!("it has {} tensors, expected {}", tensors.len(), specs.len()),
+        });
+    }
+    let width = element_bytes(precision);
+    let mut entries = Vec::with_capacity(specs.len());
+    for (spec, (role, tensor)) in specs.into_iter().zip(tensors) {
+        if spec.role != role || spec.elements() != tensor.len() as u64 {
+            return Err(Error::TensorShape {
+                name: spec.name,
+                expected: spec.shape,
+                found: vec![tensor.rows(), tensor.columns()],
+            });
+        }
+        let bytes = spec.elements() * width;
+        entries.push(Entry {
+            name: spec.name,
+            shape: spec.shape,
+            tensor,
+            bytes,
+        });
+    }
+    Ok(entries)
+}
+
+fn plan(entries: Vec<Entry<'_>>, shard_bytes: u64) -> Vec<Vec<Entry<'_>>> {
+    let mut shards: Vec<Vec<Entry<'_>>> = vec![Vec::new()];
+    let mut filled = 0u64;
+    for entry in entries {
+        if filled > 0 && filled + entry.bytes > shard_bytes {
+            shards.push(Vec::new());
+            filled = 0;
+        }
+        filled += entry.bytes;
+        if let Some(last) = shards.last_mut() {
+            last.push(entry);
+        }
+    }
+    shards
+}
+
+fn write_shard(path: &Path, entries: &[Entry<'_>], precision: Precision) -> Result<()> {
+    let io = |source| Error::Io {
+        path: path.to_owned(),
+        source,
+    };
+    let mut writer = BufWriter::with_capacity(1 << 20, File::create_new(path).map_err(io)?);
+    let header = header(entries, precision)?;
+    writer
+        .write_all(&(header.len() as u64).to_le_bytes())
+        .map_err(io)?;
+    writer.write_all(&header).map_err(io)?;
+    for entry in entries {
+        write_tensor(&mut writer, entry.tensor, precision).map_err(io)?;
+    }
+    let file = writer.into_inner().map_err(|error| io(error.into_error()))?;
+    file.sync_all().map_err(io)
+}
+
+fn header(entries: &[Entry<'_>], precision: Precision) -> Result<Vec<u8>> {
+    let mut fields = Map::new();
+    fields.insert("__metadata__".to_owned(), json!({"format": "pt"}));
+    let mut begin = 0u64;
+    for entry in entries {
+        let end = begin + entry.bytes;
+        let dtype = match precision {
+            Precision::F32 => "F32",
+            Precision::Bf16 => "BF16",
+        };
+        let info = json!({"dtype": dtype, "shape": entry.shape, "data_offsets": [begin, end]});
+        fields.insert(entry.name.clone(), info);
+        begin = end;
+    }
+    let mut header = serde_json::to_vec(&Value::Object(fields)).map_err(|error| Error::NotExportable {
+        reason: error.to_string(),
+    })?;
+    header.resize(header.len().next_multiple_of(ALIGNMENT), b' ');
+    Ok(header)
+}
+
+/// Row by row, so that a view is written as the contiguous tensor it stands for.
+fn write_tensor(writer: &mut impl Write, tensor: &Tensor, precision: Precision) -> std::io::Result<()> {
+    if tensor.is_empty() {
+        return Ok(());
+    }
+    let mut bytes = Vec::with_capacity(tensor.columns() * 4);
+    for row in tensor.host().chunks(tensor.leading_dimension()) {
+        bytes.clear();
+        for value in row.iter().take(tensor.columns()) {
+            match precision {
+                Precision::F32 => bytes.extend_from_slice(&value.to_le_bytes()),
+                Precision::Bf16 => bytes.extend_from_slice(&half::bf16::from_f32(*value).to_le_bytes()),
+            }
+        }
+        writer.write_all(&bytes)?;
+    }
+    Ok(())
+}
+
+fn element_bytes(precision: Precision) -> u64 {
+    match precision {
+        Precision::F32 => 4,
+        Precision::Bf16 => 2,
+    }
+}
