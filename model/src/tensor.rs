@@ -3,9 +3,13 @@
 //! A handle is two-dimensional and row-major. Prefix slices along either axis are views: they share the
 //! storage and keep the leading dimension, so a variant of a block copies nothing.
 
+mod pool;
+
 use std::sync::Arc;
 
 use crate::{Error, Result};
+
+pub(crate) use pool::Buffer;
 
 /// Where a tensor's elements live.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,7 +21,7 @@ pub enum Device {
 /// The elements, shared between views.
 #[derive(Debug, Clone)]
 enum Storage {
-    Cpu(Arc<Vec<f32>>),
+    Cpu(Arc<Buffer>),
 }
 
 /// A `(rows, columns)` matrix of f32, or a view of one.
@@ -36,14 +40,36 @@ impl Tensor {
     /// # Errors
     /// When `data` does not hold `rows * columns` elements.
     pub fn from_vec(data: Vec<f32>, rows: usize, columns: usize) -> Result<Self> {
-        if data.len() != rows * columns {
+        if rows.checked_mul(columns) != Some(data.len()) {
             return Err(Error::Shape {
                 operation: "from_vec",
-                expected: format!("{rows} x {columns} = {} elements", rows * columns),
+                expected: format!("{rows} x {columns} elements"),
                 found: format!("{} elements", data.len()),
             });
         }
-        Ok(Self { storage: Storage::Cpu(Arc::new(data)), offset: 0, rows, columns, leading: columns })
+        Ok(Self::from_buffer(Buffer::from(data), rows, columns))
+    }
+
+    /// A contiguous tensor whose elements nobody has written yet; the caller overwrites every one.
+    pub(crate) fn unspecified(rows: usize, columns: usize) -> Result<Self> {
+        let len = element_count(rows, columns)?;
+        Ok(Self::from_buffer(Buffer::unspecified(len), rows, columns))
+    }
+
+    /// A contiguous tensor of zeros in host memory.
+    pub(crate) fn zeros(rows: usize, columns: usize) -> Result<Self> {
+        let len = element_count(rows, columns)?;
+        Ok(Self::from_buffer(Buffer::zeros(len), rows, columns))
+    }
+
+    fn from_buffer(buffer: Buffer, rows: usize, columns: usize) -> Self {
+        Self {
+            storage: Storage::Cpu(Arc::new(buffer)),
+            offset: 0,
+            rows,
+            columns,
+            leading: columns,
+        }
     }
 
     /// Where the elements live.
@@ -103,7 +129,11 @@ impl Tensor {
                 found: format!("rows {start} to {start} + {rows}"),
             });
         }
-        Ok(Self { offset: self.offset + start * self.leading, rows, ..self.clone() })
+        Ok(Self {
+            offset: self.offset + start * self.leading,
+            rows,
+            ..self.clone()
+        })
     }
 
     /// The first `columns` columns, as a view.
@@ -118,7 +148,10 @@ impl Tensor {
                 found: format!("{columns} columns"),
             });
         }
-        Ok(Self { columns, ..self.clone() })
+        Ok(Self {
+            columns,
+            ..self.clone()
+        })
     }
 
     /// The elements from the first to the last, gaps between rows included; row `r` begins at
@@ -140,6 +173,21 @@ impl Tensor {
     }
 
     fn span(&self) -> usize {
-        if self.is_empty() { 0 } else { (self.rows - 1) * self.leading + self.columns }
+        if self.is_empty() {
+            0
+        } else {
+            (self.rows - 1) * self.leading + self.columns
+        }
     }
+}
+
+/// Elements of a `(rows, columns)` tensor, refused when no memory could hold them.
+fn element_count(rows: usize, columns: usize) -> Result<usize> {
+    rows.checked_mul(columns)
+        .filter(|&len| len <= isize::MAX as usize / size_of::<f32>())
+        .ok_or_else(|| Error::Shape {
+            operation: "allocate",
+            expected: "a size that fits the address space".to_owned(),
+            found: format!("{rows} x {columns}"),
+        })
 }
