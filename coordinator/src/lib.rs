@@ -1,2 +1,14 @@
-//! Jobs, stages, the scheduler, the journal, and the services over them
+//! Jobs and their stages: the scheduler, the journal, the planning of the pipeline, and the services
+//! over them.
+//!
+//! A coordinator is one loop that owns a pure state machine ([`scheduler`]). What happens is appended
+//! to the [`journal`] before anybody is told. Which stage comes next is the planner's business and what an
+//! outcome looks like the report's; both run off the loop. No tensor code lives here.
+
+mod error;
+pub mod journal;
+pub mod pipeline;
+pub mod scheduler;
 pub mod spec;
+
+pub use error::{Error, Result};

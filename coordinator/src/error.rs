@@ -1,0 +1,77 @@
+//! What can go wrong in a coordinator or in talking to one.
+
+use std::io;
+use std::path::PathBuf;
+
+/// The crate's result.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What can go wrong.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file or directory could not be used.
+    #[error("cannot {action} {}: {source}", path.display())]
+    File {
+        /// What was tried, as in `create`.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// The journal cannot be used as it is.
+    #[error(transparent)]
+    Journal(#[from] crate::journal::Error),
+    /// The data directory belongs to another coordinator.
+    #[error("data directory {} is in use by another coordinator: stop it, or choose another directory", path.display())]
+    InUse {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// The address cannot be listened on.
+    #[error("cannot listen on {address}: {source}: choose another with --listen")]
+    Listen {
+        /// The address.
+        address: std::net::SocketAddr,
+        /// Why not.
+        source: io::Error,
+    },
+    /// An endpoint cannot be understood.
+    #[error("`{endpoint}` is not a coordinator's address: one looks like http://127.0.0.1:7474")]
+    Endpoint {
+        /// As given.
+        endpoint: String,
+    },
+    /// Nobody answers.
+    #[error("no coordinator answers at {endpoint}: {message}")]
+    Unreachable {
+        /// Where.
+        endpoint: String,
+        /// Why, as far as known.
+        message: String,
+    },
+    /// No answer in time.
+    #[error("the coordinator did not answer {call} in time")]
+    Timeout {
+        /// The call.
+        call: &'static str,
+    },
+    /// The thing asked for does not exist.
+    #[error("{0}")]
+    NotFound(String),
+    /// The request is wrong.
+    #[error("{0}")]
+    Invalid(String),
+    /// The request does not fit the state of things.
+    #[error("{0}")]
+    Conflict(String),
+    /// No room: disk or queues.
+    #[error("{0}")]
+    Exhausted(String),
+    /// The coordinator stops.
+    #[error("the coordinator is stopping")]
+    Stopping,
+    /// Anything else.
+    #[error("{0}")]
+    Internal(String),
+}

@@ -1,0 +1,195 @@
+//! What the state machine can be asked.
+
+use espalier_proto::task::Failure;
+
+use super::{DeviceInfo, Epoch, JobId, Lease, Payload, WorkerId};
+
+/// The time a decision is made at. Wall clock, for display only: no decision hangs on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Now {
+    /// Milliseconds since 1970.
+    pub unix_ms: i64,
+}
+
+/// A stage that became ready.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StagePlan {
+    /// Unique within the job.
+    pub name: String,
+    /// Its executor.
+    pub kind: String,
+    /// What was decided before it, one line; empty when nothing was.
+    pub decision: String,
+    /// Its tasks, at least one.
+    pub tasks: Vec<TaskPlan>,
+}
+
+/// A task of a stage that became ready.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TaskPlan {
+    /// Names it within its stage.
+    pub name: String,
+    /// JSON of its spec.
+    pub payload: Payload,
+    /// Whether nothing else may run on its host meanwhile, because it measures time.
+    pub exclusive: bool,
+}
+
+/// A worker as it introduced itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Introduction {
+    /// Stable over restarts.
+    pub name: String,
+    /// Its incarnation.
+    pub epoch: Epoch,
+    /// Workers of one host share it.
+    pub host: String,
+    /// What it can run on.
+    pub devices: Vec<DeviceInfo>,
+}
+
+/// A request or an occurrence.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Command {
+    /// A coordinator starts on this state.
+    BeginTerm,
+    /// A user submits a job.
+    Submit {
+        /// So that a submission sent twice runs once.
+        request_id: Option<String>,
+        /// JSON of the spec.
+        spec: Payload,
+        /// The parent, for display.
+        parent: String,
+        /// The directory of the outcome.
+        output: String,
+        /// The kind of device its tasks need.
+        device_kind: String,
+    },
+    /// A user cancels a job.
+    Cancel {
+        /// Which.
+        job: JobId,
+        /// One line.
+        reason: String,
+    },
+    /// The planner named the stages that are ready.
+    StagesPlanned {
+        /// Of which job.
+        job: JobId,
+        /// The job's count of results that the planner saw.
+        revision: u64,
+        /// The stages. Those the job has already are left alone.
+        stages: Vec<StagePlan>,
+    },
+    /// The planner found the job complete.
+    OutcomeReached {
+        /// Which job.
+        job: JobId,
+        /// The job's count of results that the planner saw.
+        revision: u64,
+        /// JSON of the outcome.
+        outcome: Payload,
+    },
+    /// The outcome lies in its directory.
+    OutcomeWritten {
+        /// Of which job.
+        job: JobId,
+    },
+    /// The job cannot go on: planning, or writing its outcome, failed.
+    JobBroken {
+        /// Which.
+        job: JobId,
+        /// One line.
+        message: String,
+    },
+    /// What an ended job had half-written is gone.
+    PartialRemoved {
+        /// Of which job.
+        job: JobId,
+    },
+    /// A worker opened a stream.
+    Introduce(Introduction),
+    /// A worker wants to leave.
+    Leave {
+        /// Which.
+        worker: WorkerId,
+        /// Its incarnation.
+        epoch: Epoch,
+    },
+    /// Nothing was heard from a worker for too long.
+    WorkerSilent {
+        /// Which.
+        worker: WorkerId,
+        /// Its incarnation.
+        epoch: Epoch,
+    },
+    /// An attempt ended well.
+    Complete {
+        /// By whom.
+        worker: WorkerId,
+        /// Which attempt.
+        lease: Lease,
+        /// JSON of its output.
+        output: Payload,
+    },
+    /// An attempt failed.
+    Fail {
+        /// By whom.
+        worker: WorkerId,
+        /// Which attempt.
+        lease: Lease,
+        /// Why.
+        failure: Failure,
+    },
+    /// A cancelled attempt stopped.
+    Stopped {
+        /// By whom.
+        worker: WorkerId,
+        /// Which attempt.
+        lease: Lease,
+    },
+    /// Hand waiting tasks to free devices.
+    Dispatch,
+}
+
+/// Why a command was refused. Nothing changed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Rejection {
+    /// The job does not exist.
+    #[error("there is no {0}")]
+    NoSuchJob(JobId),
+    /// The request id was used before.
+    #[error("request id `{request_id}` was used for {job} with another spec: choose a new one")]
+    RequestIdTaken {
+        /// The id.
+        request_id: String,
+        /// The job it made.
+        job: JobId,
+    },
+    /// The same submission was taken before.
+    #[error("this submission made {0} before")]
+    SubmittedBefore(JobId),
+    /// Another unfinished job writes there.
+    #[error("output `{output}` is where {job} will write: choose another directory")]
+    OutputTaken {
+        /// The directory.
+        output: String,
+        /// The job that has it.
+        job: JobId,
+    },
+    /// The job has ended.
+    #[error("{job} has {phase}")]
+    JobEnded {
+        /// Which.
+        job: JobId,
+        /// How.
+        phase: &'static str,
+    },
+    /// Said by somebody who no longer has the right to.
+    #[error("stale: {0}")]
+    Stale(String),
+    /// A malformed command.
+    #[error("{0}")]
+    Invalid(String),
+}

@@ -1,0 +1,122 @@
+//! The names of things: typed, small, ordered.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+macro_rules! number {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(
+            Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+        )]
+        #[serde(transparent)]
+        pub struct $name(pub u64);
+
+        impl $name {
+            /// The one after.
+            pub fn next(self) -> Self {
+                Self(self.0.saturating_add(1))
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.fmt(formatter)
+            }
+        }
+    };
+}
+
+number!(
+    /// A task, unique within a journal.
+    TaskId
+);
+number!(
+    /// One try at a task, unique within a journal.
+    AttemptId
+);
+number!(
+    /// A worker, for as long as the journal knows its name.
+    WorkerId
+);
+number!(
+    /// Incarnation of the coordinator.
+    Term
+);
+number!(
+    /// Incarnation of a worker.
+    Epoch
+);
+
+/// A job; shown as `job-12`.
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+#[serde(transparent)]
+pub struct JobId(pub u64);
+
+impl JobId {
+    /// The one after.
+    pub fn next(self) -> Self {
+        Self(self.0.saturating_add(1))
+    }
+}
+
+impl fmt::Display for JobId {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "job-{}", self.0)
+    }
+}
+
+impl FromStr for JobId {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = text.strip_prefix("job-").and_then(|digits| digits.parse().ok());
+        number.map(Self).ok_or_else(|| format!("`{text}` is not a job id: one looks like `job-12`"))
+    }
+}
+
+/// The right to run an attempt: who gave it, to whom, and which.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Lease {
+    /// The coordinator's incarnation when it was given.
+    pub term: Term,
+    /// The worker's incarnation it was given to.
+    pub epoch: Epoch,
+    /// The attempt.
+    pub attempt: AttemptId,
+}
+
+/// JSON text that the scheduler carries and never reads.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "String", into = "String")]
+pub struct Payload(Arc<str>);
+
+impl Payload {
+    /// The text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl From<String> for Payload {
+    fn from(text: String) -> Self {
+        Self(text.into())
+    }
+}
+
+impl From<&str> for Payload {
+    fn from(text: &str) -> Self {
+        Self(text.into())
+    }
+}
+
+impl From<Payload> for String {
+    fn from(payload: Payload) -> Self {
+        payload.0.as_ref().to_owned()
+    }
+}

@@ -1,0 +1,87 @@
+//! How often a task may fail, by kind of failure. Counters are state and survive a restart.
+
+use espalier_proto::task::FailureKind;
+use serde::{Deserialize, Serialize};
+
+/// Failures of one task so far, each kind counted apart.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failures {
+    /// The input was wrong.
+    pub invalid: u32,
+    /// The executor reported an error.
+    pub error: u32,
+    /// Memory ran out.
+    pub out_of_memory: u32,
+    /// The child ended without an answer.
+    pub crashed: u32,
+    /// No progress within the deadline.
+    pub hung: u32,
+    /// Measurements scattered too widely.
+    pub too_noisy: u32,
+    /// The worker was lost.
+    pub worker_lost: u32,
+}
+
+impl Failures {
+    /// All but lost workers, which are nobody's fault.
+    pub fn own(&self) -> u32 {
+        [self.invalid, self.error, self.out_of_memory, self.crashed, self.hung, self.too_noisy]
+            .iter()
+            .fold(0, |sum, count| sum.saturating_add(*count))
+    }
+
+    /// Failures of this kind so far.
+    pub fn of(&self, kind: FailureKind) -> u32 {
+        match kind {
+            FailureKind::Invalid => self.invalid,
+            FailureKind::Error => self.error,
+            FailureKind::OutOfMemory => self.out_of_memory,
+            FailureKind::Crashed => self.crashed,
+            FailureKind::Hung => self.hung,
+            FailureKind::TooNoisy => self.too_noisy,
+        }
+    }
+
+    pub(super) fn count(&mut self, kind: FailureKind) {
+        let counter = match kind {
+            FailureKind::Invalid => &mut self.invalid,
+            FailureKind::Error => &mut self.error,
+            FailureKind::OutOfMemory => &mut self.out_of_memory,
+            FailureKind::Crashed => &mut self.crashed,
+            FailureKind::Hung => &mut self.hung,
+            FailureKind::TooNoisy => &mut self.too_noisy,
+        };
+        *counter = counter.saturating_add(1);
+    }
+}
+
+/// Retries a task has for each kind of failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Budget;
+
+impl Budget {
+    /// Lost workers a task outlives.
+    pub const WORKER_LOST: u32 = 8;
+
+    /// Retries after failures of this kind.
+    pub fn retries(kind: FailureKind) -> u32 {
+        match kind {
+            FailureKind::Invalid => 0,
+            FailureKind::OutOfMemory => 1,
+            FailureKind::Error
+            | FailureKind::Crashed
+            | FailureKind::Hung
+            | FailureKind::TooNoisy => 2,
+        }
+    }
+
+    /// Whether a task with these failures may be tried again after one more of this kind.
+    pub fn allows(failures: &Failures, kind: FailureKind) -> bool {
+        failures.of(kind) < Self::retries(kind)
+    }
+
+    /// Whether a task with these failures may be tried again after losing one more worker.
+    pub fn allows_loss(failures: &Failures) -> bool {
+        failures.worker_lost < Self::WORKER_LOST
+    }
+}
