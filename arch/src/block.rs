@@ -64,20 +64,21 @@ pub struct Attention {
     pub sliding_window: Option<usize>,
 }
 
+// Products saturate: a shape that a peer sent was never a config within bounds, and must not wrap into a small one.
 impl Attention {
     /// Query heads in all.
     pub fn query_heads(&self) -> usize {
-        self.kv_groups * self.queries_per_group
+        self.kv_groups.saturating_mul(self.queries_per_group)
     }
 
     /// Columns of the query projection's output.
     pub fn query_width(&self) -> usize {
-        self.query_heads() * self.head_dim
+        self.query_heads().saturating_mul(self.head_dim)
     }
 
     /// Columns of the key (and of the value) projection's output.
     pub fn kv_width(&self) -> usize {
-        self.kv_groups * self.head_dim
+        self.kv_groups.saturating_mul(self.head_dim)
     }
 }
 
@@ -132,12 +133,13 @@ pub struct Mamba2 {
 impl Mamba2 {
     /// Channels that carry x, z and y: `heads · head_dim`.
     pub fn inner_width(&self) -> usize {
-        self.heads * self.head_dim
+        self.heads.saturating_mul(self.head_dim)
     }
 
     /// Channels of the causal convolution, over x, B and C: `inner + 2 · groups · state`.
     pub fn convolved_width(&self) -> usize {
-        self.inner_width() + 2 * self.groups * self.state
+        self.inner_width()
+            .saturating_add(self.groups.saturating_mul(self.state).saturating_mul(2))
     }
 }
 

@@ -233,7 +233,13 @@ fn mlp_parts(mlp: &Mlp, hidden: usize, parts: &mut Vec<Part>) {
 fn mamba_parts(mamba: &Mamba2, hidden: usize, parts: &mut Vec<Part>) {
     let (inner, convolved) = (mamba.inner_width(), mamba.convolved_width());
     parts.extend([
-        part(Role::MambaIn, [inner + convolved + mamba.heads, hidden]),
+        part(
+            Role::MambaIn,
+            [
+                inner.saturating_add(convolved).saturating_add(mamba.heads),
+                hidden,
+            ],
+        ),
         part(Role::MambaConv, [convolved, 1, mamba.conv_kernel]),
         part(Role::MambaConvBias, [convolved]),
         part(Role::MambaALog, [mamba.heads]),

@@ -51,3 +51,62 @@ fn scan(mamba: &Mamba2) -> u64 {
         .saturating_mul(mamba.inner_width() as u64)
         .saturating_mul(mamba.state as u64)
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::{Attention, BlockShape, Moe, Precision};
+
+    fn attention(sliding_window: Option<usize>) -> BlockShape {
+        BlockShape::Attention(Attention {
+            kv_groups: 2,
+            queries_per_group: 2,
+            head_dim: 4,
+            qkv_bias: true,
+            output_bias: false,
+            qk_norm: true,
+            rope: None,
+            sliding_window,
+        })
+    }
+
+    #[test]
+    fn attention_multiplies_its_matrices_once_and_every_token_in_sight_twice() {
+        // Query and output 16 × 10, key and value 8 × 10; then 16 wide, 7 tokens, scores and values.
+        let projections = 2 * (2 * 160 + 2 * 80);
+        assert_eq!(
+            attention(None).forward_flops_per_token(10, 7),
+            projections + 2 * 2 * 16 * 7
+        );
+        assert_eq!(
+            attention(Some(3)).forward_flops_per_token(10, 7),
+            projections + 2 * 2 * 16 * 3
+        );
+    }
+
+    #[test]
+    fn a_sliding_window_bounds_the_cache() {
+        let bytes = |window, tokens| attention(window).kv_bytes(Precision::F32, tokens);
+        assert_eq!(bytes(None, 7), 2 * 8 * 4 * 7);
+        assert_eq!(bytes(Some(3), 7), 2 * 8 * 4 * 3);
+        assert_eq!(bytes(Some(3), 2), 2 * 8 * 4 * 2);
+    }
+
+    #[test]
+    fn a_token_pays_for_the_experts_that_it_is_sent_to() {
+        let mixture = |experts, experts_per_token| {
+            BlockShape::Moe(Moe {
+                experts,
+                experts_per_token,
+                expert_channels: 6,
+                shared_channels: 0,
+                latent: None,
+                activation: crate::Activation::ReluSquared,
+            })
+        };
+        let router = 2 * 10 * 8;
+        assert_eq!(
+            mixture(8, 3).forward_flops_per_token(10, 1),
+            router + 3 * 2 * 2 * 10 * 6
+        );
+    }
+}
