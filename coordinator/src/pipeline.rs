@@ -1,0 +1,40 @@
+//! The pipeline of a job: which stages are ready, what their tasks are asked, and what is decided between them.
+//!
+//! [`plan`] is a pure function of the spec and of what has been found out: no clock, no I/O. It may take a
+//! second where it solves, so it is called off the scheduler's loop. Decisions come back with the stage that
+//! they made ready and are handed in again, so that a restart never decides anew.
+//!
+//! ```text
+//! ingest → {profile, calibrate}      calibrate → sort → score          {profile, sort} → depth_order
+//! {profile, score} → check-heterogeneous-n       {profile, depth_order} → rank-n → check-uniform-n
+//! every strategy checked → recover → evaluate → export → verify-n → outcome
+//! ```
+
+mod error;
+pub mod outcome;
+mod stage;
+
+pub use error::PlanError;
+pub use outcome::Outcome;
+pub use stage::{
+    Chosen, Decision, Finished, PlannedStage, PlannedTask, Results, SolverProof, Stage, StageResult, Winner,
+};
+
+/// A measurement counts only when the parent's own time drifted less than this within it.
+pub const MOST_DRIFT: f64 = 0.05;
+/// A prediction farther than this from the measurement corrects the cost table.
+pub const MOST_MISPREDICTION: f64 = 0.10;
+/// How often a strategy may choose anew after a miss.
+pub const MOST_CORRECTIONS: u32 = 3;
+/// How often one measurement is taken before it counts as too noisy.
+pub const MOST_NOISY: u32 = 3;
+
+/// What is ready, or what came of it all. With neither, stages that were planned before are still running.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Plan {
+    /// Stages that may start now and that no earlier plan named.
+    pub stages: Vec<PlannedStage>,
+    /// The outcome, once everything has ended.
+    pub finished: Option<Box<Outcome>>,
+}
+

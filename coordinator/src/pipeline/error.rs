@@ -1,0 +1,80 @@
+//! Why a job cannot go on.
+
+use espalier_search::heterogeneous::Reachable;
+
+use super::Stage;
+use crate::spec::Strategy;
+
+/// Why a job cannot go on.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum PlanError {
+    /// A field of the spec does not fit the parent or the data.
+    #[error("{0}")]
+    Invalid(String),
+    /// No variant of the parent is inside the limits.
+    #[error("target.limits: no model of the search space is inside {}", describe(.0))]
+    Impossible(Vec<Reachable>),
+    /// Every choice that was checked missed.
+    #[error("the {strategy} choice was measured outside the limits {rounds} times: {detail}")]
+    Missed {
+        /// Whose.
+        strategy: Strategy,
+        /// Checks taken.
+        rounds: u32,
+        /// Limits, last readings, and what would be right.
+        detail: String,
+    },
+    /// The exported model is outside a limit.
+    #[error("the exported model was measured outside the limits: {0}")]
+    NotVerified(String),
+    /// Measurements scatter too widely to tell.
+    #[error(
+        "{stage}: too noisy: the parent's own time drifted by {:.1}% within one measurement, at most {:.0}% \
+         allowed, {measurements} times in a row; run on a quieter machine",
+        drift * 100.0,
+        super::MOST_DRIFT * 100.0
+    )]
+    TooNoisy {
+        /// Which measurement.
+        stage: Stage,
+        /// The last drift.
+        drift: f64,
+        /// How often it was measured.
+        measurements: u32,
+    },
+    /// A stage gave another kind or number of outputs than it was asked for.
+    #[error("{stage}: {reason}")]
+    Mismatch {
+        /// Which stage.
+        stage: Stage,
+        /// What was expected, and what came.
+        reason: String,
+    },
+    /// What the search itself refuses.
+    #[error(transparent)]
+    Search(#[from] espalier_search::Error),
+}
+
+impl From<espalier_arch::Error> for PlanError {
+    fn from(error: espalier_arch::Error) -> Self {
+        Self::Search(error.into())
+    }
+}
+
+/// Each limit with the best that can be reached.
+fn describe(reachable: &[Reachable]) -> String {
+    let each = reachable.iter().map(|reach| {
+        let metric = reach.limit.metric;
+        let bound = if metric.more_is_better() { "at least" } else { "at most" };
+        let mut text = format!(
+            "{metric} {bound} {}; the best that can be reached is {}",
+            metric.display(reach.limit.value),
+            metric.display(reach.alone)
+        );
+        if reachable.len() > 1 {
+            text += &format!(" ({} with the other limits)", metric.display(reach.together));
+        }
+        text
+    });
+    each.collect::<Vec<_>>().join(", and ")
+}

@@ -1,0 +1,192 @@
+//! What a finished job has to tell: everything that `report.json` and `report.html` show.
+
+use espalier_arch::{Architecture, Candidate, Variant};
+use espalier_proto::task::{ArtifactId, Exported, Quality};
+use espalier_search::heterogeneous::FrontPoint;
+use espalier_search::uniform::GridPoint;
+use espalier_search::{Bound, CostKey, Measurement, Metric, Prediction, Score};
+use serde::{Deserialize, Serialize};
+
+use super::{SolverProof, Stage};
+use crate::spec::{JobSpec, Strategy};
+
+/// Version of [`Outcome`]'s form.
+pub const OUTCOME_SCHEMA: u32 = 1;
+
+/// What a finished job has to tell.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Outcome {
+    /// [`OUTCOME_SCHEMA`].
+    pub schema: u32,
+    /// What was asked.
+    pub spec: JobSpec,
+    /// The model that was compressed.
+    pub parent: ParentReport,
+    /// What the times are true for.
+    pub target: CostKey,
+    /// The exported model, against each limit.
+    pub limits: Vec<LimitReport>,
+    /// Whose model was exported.
+    pub winner: Strategy,
+    /// Each strategy that ran; the first is the winner's.
+    pub strategies: Vec<StrategyReport>,
+    /// Score of every variant that was scored.
+    pub scores: Vec<Score>,
+    /// Which metric the front runs over, and its points: the least score at each value, predicted.
+    pub front_metric: Metric,
+    /// See `front_metric`.
+    pub front: Vec<FrontPoint>,
+    /// The uniform grid as ranked.
+    pub grid: Vec<RankedPoint>,
+    /// The directory as written.
+    pub export: Exported,
+    /// Tokens and seconds of every stage, in the order of the pipeline.
+    pub stages: Vec<StageCost>,
+    /// What the reader should know: repeated measurements, corrected predictions, weights kept untrained.
+    pub notes: Vec<String>,
+}
+
+/// The parent.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ParentReport {
+    /// Where it came from.
+    pub source: String,
+    /// BLAKE3 over its files, as ingested.
+    pub fingerprint: String,
+    /// Its shape.
+    pub architecture: Architecture,
+    /// Parameters in all.
+    pub parameters: u64,
+    /// Parameters of its blocks.
+    pub block_parameters: u64,
+    /// Measured on the target when profiled.
+    pub measurement: Measurement,
+    /// What the cost table predicts of it: a test of additivity.
+    pub prediction: Prediction,
+    /// Its quality on the held-out data.
+    pub quality: Quality,
+}
+
+/// One limit: asked, predicted, checked with dummy weights, verified on the exported model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LimitReport {
+    /// What is limited.
+    pub metric: Metric,
+    /// As asked.
+    pub asked: Bound,
+    /// In the metric's unit, against the parent as profiled.
+    pub limit: f64,
+    /// The parent's own, as profiled.
+    pub parent: f64,
+    /// Predicted from the cost table, corrections included, on the machine as it was when profiled.
+    pub predicted: f64,
+    /// Standard error of `predicted`.
+    pub predicted_error: f64,
+    /// Before training.
+    pub checked: Reading,
+    /// The exported model; what counts.
+    pub verified: Reading,
+}
+
+/// One metric measured in alternation with the parent.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Reading {
+    /// The candidate's median.
+    pub value: f64,
+    /// Median absolute deviation of its repeats; 0 where nothing is timed.
+    pub spread: f64,
+    /// The parent's median in the same run.
+    pub parent: f64,
+    /// The limit as it stands in this run: a share is of the parent as measured here.
+    pub limit: f64,
+    /// The prediction, scaled by how much faster or slower the parent ran here than when profiled.
+    pub predicted: f64,
+    /// `value / predicted − 1`.
+    pub error: f64,
+    /// Whether `value` is inside `limit`.
+    pub inside: bool,
+}
+
+/// One strategy's model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StrategyReport {
+    /// Whose.
+    pub strategy: Strategy,
+    /// One variant for each block of the parent.
+    pub candidate: Candidate,
+    /// What is left of each block, for the picture: one for each block of the parent.
+    pub blocks: Vec<BlockReport>,
+    /// Parameters in all.
+    pub parameters: u64,
+    /// Parameters of its blocks.
+    pub block_parameters: u64,
+    /// What it will cost.
+    pub prediction: Prediction,
+    /// Measured with dummy weights, alternating with the parent.
+    pub checked: Measurement,
+    /// Rounds of choosing and checking.
+    pub rounds: u32,
+    /// Heterogeneous: the solver's proof.
+    pub solved: Option<SolverProof>,
+    /// Quality before recovery.
+    pub before: Quality,
+    /// Quality after recovery; none when nothing was trained.
+    pub after: Option<Quality>,
+    /// Loss after each step of recovery.
+    pub losses: Vec<f32>,
+    /// Tokens it was trained on.
+    pub recovery_tokens: u64,
+    /// Whether training made it worse, so that untrained weights were kept.
+    pub kept_untrained: bool,
+    /// Recovered weights.
+    pub weights: Option<ArtifactId>,
+}
+
+/// What is left of one block.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BlockReport {
+    /// Index into the parent's list of blocks.
+    pub block: usize,
+    /// The layer number that tensor names carry.
+    pub layer: usize,
+    /// `attention`, `mlp`, `mamba2`, `moe`.
+    pub kind: espalier_arch::BlockKind,
+    /// What was chosen.
+    pub variant: Variant,
+    /// Key/value groups or channels kept; none where the block has no such axis.
+    pub size: usize,
+    /// Key/value groups or channels of the whole.
+    pub whole: usize,
+    /// Score of the chosen variant, nats a token; none where it was not scored.
+    pub score: Option<f64>,
+}
+
+/// One ranked point of the uniform grid.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RankedPoint {
+    /// The point.
+    pub point: GridPoint,
+    /// KL to the parent without training, nats a token.
+    pub divergence: f64,
+}
+
+/// What one stage cost.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StageCost {
+    /// Which.
+    pub stage: Stage,
+    /// Tasks it had.
+    pub tasks: usize,
+    /// Tokens that went through the model, those of a shard once for each task; 0 where none did.
+    pub tokens: u64,
+    /// Seconds from its first task's start to its last one's end.
+    pub seconds: f64,
+}
