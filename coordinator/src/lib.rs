@@ -8,6 +8,7 @@
 mod error;
 pub mod journal;
 pub mod pipeline;
+pub mod report;
 pub mod scheduler;
 pub mod spec;
 

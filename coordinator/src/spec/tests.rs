@@ -97,7 +97,7 @@ fn a_wrong_type_is_refused_with_its_path_the_value_and_what_would_be_right() {
     );
     let message = refusal(&with("search: {strategies: [heterogenous]}"));
     assert!(
-        message.starts_with("search.strategies[0]: found `heterogenous`, expected `heterogeneous`"),
+        message.starts_with("search.strategies[0]: found \"heterogenous\", expected `heterogeneous`"),
         "{message}"
     );
     let message = refusal(&with("seed: -1"));

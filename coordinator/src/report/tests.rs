@@ -1,0 +1,109 @@
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use super::{html, sample, write};
+use crate::pipeline::Outcome;
+
+#[test]
+fn the_page_says_asked_predicted_checked_and_measured_of_every_limit() {
+    let page = html(&sample::outcome());
+    for expected in [
+        "75% of the parent",
+        "110% of the parent",
+        "768.0 ms",
+        "781.5 ms",
+        "41.0 tokens/s",
+        "every limit met",
+    ] {
+        assert!(page.contains(expected), "{expected}");
+    }
+}
+
+#[test]
+fn a_missed_limit_is_said_in_the_headline() {
+    let mut outcome = sample::outcome();
+    outcome.limits[1].verified.inside = false;
+    let page = html(&outcome);
+    assert!(page.contains("a limit was missed") && !page.contains("every limit met"));
+}
+
+#[test]
+fn the_page_loads_nothing_and_escapes_what_it_is_given() {
+    let page = html(&sample::outcome());
+    for forbidden in [
+        "<script", "http://", "https://", "src=", "url(", "@import", "<link", "piqa <b>",
+    ] {
+        assert!(!page.contains(forbidden), "{forbidden}");
+    }
+    assert!(page.contains("&lt;script&gt;") && page.contains("piqa &lt;b&gt;"));
+    assert!(
+        !page.contains("NaN") && !page.contains("inf\""),
+        "no figure is undefined"
+    );
+}
+
+#[test]
+fn every_block_is_drawn_and_skipped_ones_as_outlines() {
+    let outcome = sample::outcome();
+    let page = html(&outcome);
+    assert_eq!(page.matches("<title>layer ").count(), 2 * 60);
+    let skipped = outcome
+        .strategies
+        .iter()
+        .flat_map(|it| &it.blocks)
+        .filter(|block| block.size == 0)
+        .count();
+    assert!(skipped > 0);
+    assert_eq!(page.matches(": skipped</title>").count(), skipped);
+}
+
+#[test]
+fn the_sections_stand_in_their_order() {
+    let page = html(&sample::outcome());
+    let titles: Vec<&str> = page
+        .split("<h2>")
+        .skip(1)
+        .filter_map(|rest| rest.split("</h2>").next())
+        .collect();
+    assert_eq!(
+        titles,
+        [
+            "Limits",
+            "What is left of each block",
+            "Quality",
+            "Search and recovery",
+            "What it cost",
+            "Notes",
+            "Job spec"
+        ]
+    );
+}
+
+#[test]
+fn both_files_are_written_and_the_json_is_the_outcome() {
+    let outcome = sample::outcome();
+    let directory = tempfile::tempdir().unwrap();
+    write(&outcome, directory.path()).unwrap();
+    let json = std::fs::read(directory.path().join("report.json")).unwrap();
+    assert_eq!(serde_json::from_slice::<Outcome>(&json).unwrap(), outcome);
+    assert_eq!(
+        std::fs::read_dir(directory.path()).unwrap().count(),
+        2,
+        "no partial file stays"
+    );
+    if let Some(keep) = std::env::var_os("ESPALIER_KEEP_SAMPLE") {
+        write(&outcome, keep.as_ref()).unwrap();
+    }
+}
+
+#[test]
+fn an_outcome_without_recovery_or_front_still_makes_a_page() {
+    let mut outcome = sample::outcome();
+    outcome.front.clear();
+    outcome.notes.clear();
+    for report in &mut outcome.strategies {
+        report.after = None;
+        report.losses.clear();
+    }
+    let page = html(&outcome);
+    assert!(page.contains("heterogeneous, before recovery") && !page.contains("after recovery"));
+}
