@@ -10,15 +10,22 @@
 //! every strategy checked → recover → evaluate → export → verify-n → outcome
 //! ```
 
+mod compare;
+mod context;
 mod error;
+mod finish;
+mod fit;
 pub mod outcome;
 mod stage;
+mod tasks;
 
 pub use error::PlanError;
 pub use outcome::Outcome;
 pub use stage::{
     Chosen, Decision, Finished, PlannedStage, PlannedTask, Results, SolverProof, Stage, StageResult, Winner,
 };
+
+use crate::spec::JobSpec;
 
 /// A measurement counts only when the parent's own time drifted less than this within it.
 pub const MOST_DRIFT: f64 = 0.05;
@@ -38,3 +45,11 @@ pub struct Plan {
     pub finished: Option<Box<Outcome>>,
 }
 
+/// Which stages are ready, given everything found out so far; the outcome once nothing is left to do.
+///
+/// # Errors
+/// When the limits cannot be met, measurements stay too noisy, or results do not fit the spec. No retry of a
+/// task mends these: the job has failed, and the message says what would be right.
+pub fn plan(spec: &JobSpec, results: &Results) -> Result<Plan, PlanError> {
+    tasks::plan(spec, results)
+}

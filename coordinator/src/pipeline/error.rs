@@ -65,7 +65,11 @@ impl From<espalier_arch::Error> for PlanError {
 fn describe(reachable: &[Reachable]) -> String {
     let each = reachable.iter().map(|reach| {
         let metric = reach.limit.metric;
-        let bound = if metric.more_is_better() { "at least" } else { "at most" };
+        let bound = if metric.more_is_better() {
+            "at least"
+        } else {
+            "at most"
+        };
         let mut text = format!(
             "{metric} {bound} {}; the best that can be reached is {}",
             metric.display(reach.limit.value),

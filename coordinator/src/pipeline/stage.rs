@@ -112,8 +112,14 @@ impl FromStr for Stage {
         match name {
             "rank" => Ok(Self::Rank { round }),
             "verify" => Ok(Self::Verify { round }),
-            "check-heterogeneous" => Ok(Self::Check { strategy: Strategy::Heterogeneous, round }),
-            "check-uniform" => Ok(Self::Check { strategy: Strategy::Uniform, round }),
+            "check-heterogeneous" => Ok(Self::Check {
+                strategy: Strategy::Heterogeneous,
+                round,
+            }),
+            "check-uniform" => Ok(Self::Check {
+                strategy: Strategy::Uniform,
+                round,
+            }),
             _ => Err(unknown()),
         }
     }
@@ -127,7 +133,9 @@ impl Serialize for Stage {
 
 impl<'de> Deserialize<'de> for Stage {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+        String::deserialize(deserializer)?
+            .parse()
+            .map_err(serde::de::Error::custom)
     }
 }
 
@@ -167,7 +175,11 @@ impl Results {
 
     /// The outputs of a stage that has finished.
     pub fn outputs(&self, stage: Stage) -> Option<&[TaskOutput]> {
-        self.stages.get(&stage)?.finished.as_ref().map(|finished| finished.outputs.as_slice())
+        self.stages
+            .get(&stage)?
+            .finished
+            .as_ref()
+            .map(|finished| finished.outputs.as_slice())
     }
 
     /// What was decided when the stage was planned.

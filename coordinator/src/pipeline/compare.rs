@@ -1,0 +1,90 @@
+//! Measurement against limit and prediction.
+//!
+//! A machine is not equally fast at all times, so every measurement alternates with the parent. A share of the
+//! parent is a share of the parent *as measured there*; a prediction is scaled by how much the parent's own
+//! figure differs from when it was profiled. An absolute limit stands as it is.
+
+use espalier_proto::task::MeasuredPair;
+use espalier_search::{Bound, Corrections, Figures, Limit, Limits, Measurement, Metric, Prediction};
+
+use super::outcome::Reading;
+
+/// Reads one metric of a measured pair. None when the metric has no figure.
+pub(super) fn reading(
+    limit: &Limit,
+    pair: &MeasuredPair,
+    block_parameters: (u64, u64),
+    profiled: &Measurement,
+    prediction: &Prediction,
+) -> Option<Reading> {
+    let metric = limit.metric;
+    let (parent_parameters, candidate_parameters) = block_parameters;
+    let parent = Figures::measured(&pair.parent, parent_parameters);
+    let value = Figures::measured(&pair.candidate, candidate_parameters).get(metric)?;
+    let parent_now = parent.get(metric)?;
+    let parent_then = Figures::measured(profiled, parent_parameters).get(metric)?;
+    let pace = if metric.is_timed() {
+        ratio(parent_now, parent_then)
+    } else {
+        1.0
+    };
+    let predicted = prediction.figures.get(metric)? * pace;
+    let absolute = limit.resolve(&parent).ok()?;
+    Some(Reading {
+        value,
+        spread: spread(&pair.candidate, metric),
+        parent: parent_now,
+        limit: absolute.value,
+        predicted,
+        error: ratio(value, predicted) - 1.0,
+        inside: absolute.admits(value),
+    })
+}
+
+/// What the next prediction has to be multiplied by, so that it would have met this measurement.
+///
+/// With an absolute limit on time, how fast the machine is now matters too, and stays in the factor.
+pub(super) fn corrections(
+    before: Corrections,
+    limits: &Limits,
+    pair: &MeasuredPair,
+    profiled: &Measurement,
+    prediction: &Prediction,
+) -> Corrections {
+    let absolute = limits
+        .iter()
+        .any(|limit| limit.metric.is_timed() && matches!(limit.bound, Bound::Absolute(_)));
+    let first = |measurement: &Measurement| measurement.first_token_ms.median;
+    let later = |measurement: &Measurement| (measurement.latency_ms.median - first(measurement)).max(0.0);
+    let pace = |part: &dyn Fn(&Measurement) -> f64| {
+        if absolute {
+            1.0
+        } else {
+            ratio(part(&pair.parent), part(profiled))
+        }
+    };
+    let predicted_first = prediction.figures.first_token_ms.unwrap_or(0.0);
+    let predicted_later = prediction.figures.latency_ms.unwrap_or(0.0) - predicted_first;
+    #[allow(clippy::cast_precision_loss)] // bytes are far below 2^53
+    let memory = pair.candidate.memory_bytes as f64;
+    Corrections {
+        first_token: before.first_token * ratio(first(&pair.candidate), predicted_first * pace(&first)),
+        decode: before.decode * ratio(later(&pair.candidate), predicted_later * pace(&later)),
+        memory_bytes: before.memory_bytes + memory - prediction.figures.memory_bytes.unwrap_or(memory),
+    }
+}
+
+/// a / b; 1 where that is no ratio.
+fn ratio(a: f64, b: f64) -> f64 {
+    if a > 0.0 && b > 0.0 { a / b } else { 1.0 }
+}
+
+fn spread(measurement: &Measurement, metric: Metric) -> f64 {
+    match metric {
+        Metric::Latency => measurement.latency_ms.spread,
+        Metric::FirstToken => measurement.first_token_ms.spread,
+        Metric::PerToken => measurement.per_token_ms.spread,
+        Metric::Throughput => measurement.throughput_tokens_per_second.spread,
+        Metric::Memory | Metric::BlockParameters => 0.0,
+    }
+}

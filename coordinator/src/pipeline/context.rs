@@ -1,0 +1,198 @@
+//! What the stages need again and again, read once from the spec and the results.
+
+use espalier_arch::Architecture;
+use espalier_proto::task::{Ingested, MeasuredPair, ParentRef, Profiled, TaskOutput};
+use espalier_search::{
+    AbsoluteLimit, Corrections, CostModel, CostTable, Figures, Score, Space, Workload, parameters,
+};
+
+use super::{PlanError, Results, Stage};
+use crate::spec::{JobSpec, KvGroups, Precision, Strategy};
+
+/// The spec and the results, with the ways to read them.
+#[derive(Clone, Copy)]
+pub(super) struct Context<'a> {
+    pub(super) spec: &'a JobSpec,
+    pub(super) results: &'a Results,
+}
+
+impl<'a> Context<'a> {
+    /// The only output of a stage, as `read` takes it out; none while the stage is unfinished.
+    fn single<T>(
+        &self,
+        stage: Stage,
+        read: impl Fn(&'a TaskOutput) -> Option<T>,
+    ) -> Result<Option<T>, PlanError> {
+        let Some(all) = self.each(stage, read)? else {
+            return Ok(None);
+        };
+        let count = all.len();
+        match (all.into_iter().next(), count) {
+            (Some(output), 1) => Ok(Some(output)),
+            _ => Err(PlanError::Mismatch {
+                stage,
+                reason: format!("{count} outputs came, expected 1"),
+            }),
+        }
+    }
+
+    /// Every output of a stage, as `read` takes it out; none while the stage is unfinished.
+    pub(super) fn each<T>(
+        &self,
+        stage: Stage,
+        read: impl Fn(&'a TaskOutput) -> Option<T>,
+    ) -> Result<Option<Vec<T>>, PlanError> {
+        let Some(outputs) = self.results.outputs(stage) else {
+            return Ok(None);
+        };
+        let wrong = || PlanError::Mismatch {
+            stage,
+            reason: "a task gave another kind of output".to_owned(),
+        };
+        outputs
+            .iter()
+            .map(|output| read(output).ok_or_else(wrong))
+            .collect::<Result<Vec<T>, _>>()
+            .map(Some)
+    }
+
+    pub(super) fn ingested(&self) -> Result<Option<&'a Ingested>, PlanError> {
+        self.single(Stage::Ingest, |output| match output {
+            TaskOutput::Ingest(ingested) => Some(ingested.as_ref()),
+            _ => None,
+        })
+    }
+
+    pub(super) fn profiled(&self) -> Result<Option<&'a Profiled>, PlanError> {
+        self.single(Stage::Profile, |output| match output {
+            TaskOutput::Profile(profiled) => Some(profiled),
+            _ => None,
+        })
+    }
+
+    /// The parent with its permutation, once it is sorted.
+    pub(super) fn sorted(&self) -> Result<Option<ParentRef>, PlanError> {
+        let permutation = self.single(Stage::Sort, |output| match output {
+            TaskOutput::Sort { permutation } => Some(permutation.clone()),
+            _ => None,
+        })?;
+        let (Some(permutation), Some(ingested)) = (permutation, self.ingested()?) else {
+            return Ok(None);
+        };
+        Ok(Some(ParentRef {
+            permutation: Some(permutation),
+            ..ingested.parent.clone()
+        }))
+    }
+
+    pub(super) fn scores(&self) -> Result<Option<Vec<Score>>, PlanError> {
+        let each = self.each(Stage::Score, |output| match output {
+            TaskOutput::Score { scores } => Some(scores.clone()),
+            _ => None,
+        })?;
+        Ok(each.map(|scores| scores.concat()))
+    }
+
+    pub(super) fn depth_order(&self) -> Result<Option<&'a [usize]>, PlanError> {
+        self.single(Stage::DepthOrder, |output| match output {
+            TaskOutput::DepthOrder { layers, .. } => Some(layers.as_slice()),
+            _ => None,
+        })
+    }
+
+    pub(super) fn ranked(&self, round: u32) -> Result<Option<&'a [f64]>, PlanError> {
+        self.single(Stage::Rank { round }, |output| match output {
+            TaskOutput::Rank { divergences } => Some(divergences.as_slice()),
+            _ => None,
+        })
+    }
+
+    pub(super) fn measured(&self, stage: Stage) -> Result<Option<&'a MeasuredPair>, PlanError> {
+        self.single(stage, |output| match output {
+            TaskOutput::Measured(pair) => Some(pair.as_ref()),
+            _ => None,
+        })
+    }
+
+    pub(super) fn workload(&self) -> Workload {
+        self.spec.target.workload
+    }
+
+    /// Bytes of one weight, key or value on the target.
+    pub(super) fn weight_bytes(&self) -> f64 {
+        match self.spec.target.precision {
+            Precision::F32 => 4.0,
+        }
+    }
+
+    pub(super) fn space(&self) -> Space {
+        let search = &self.spec.search;
+        let kv_groups = match &search.kv_groups {
+            KvGroups::Auto => None,
+            KvGroups::Counts(counts) => Some(counts.clone()),
+        };
+        Space {
+            kv_groups,
+            mlp_grid: search.mlp_grid,
+            skip: search.skip,
+        }
+    }
+
+    /// The strategies asked for, each once.
+    pub(super) fn strategies(&self) -> Vec<Strategy> {
+        let all = [Strategy::Heterogeneous, Strategy::Uniform];
+        all.into_iter()
+            .filter(|strategy| self.spec.search.strategies.contains(strategy))
+            .collect()
+    }
+
+    /// Prices candidates by the profile, as corrected.
+    pub(super) fn cost_model(
+        &self,
+        parent: &Architecture,
+        profiled: &Profiled,
+        corrections: Corrections,
+    ) -> Result<CostModel, PlanError> {
+        let table = CostTable {
+            key: profiled.key.clone(),
+            rows: profiled.rows.clone(),
+        };
+        let model = CostModel::new(
+            &table,
+            &self.workload(),
+            parent,
+            self.weight_bytes(),
+            Some(&profiled.parent),
+        )?;
+        Ok(model.corrected(corrections))
+    }
+
+    /// The limits against the parent as profiled.
+    pub(super) fn limits(
+        &self,
+        parent: &Architecture,
+        profiled: &Profiled,
+    ) -> Result<Vec<AbsoluteLimit>, PlanError> {
+        let figures = Figures::measured(&profiled.parent, block_parameters(parent));
+        Ok(self.spec.target.limits.resolve(&figures)?)
+    }
+}
+
+/// Parameters of the blocks.
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // whole and not negative, below 2^53
+pub(super) fn block_parameters(architecture: &Architecture) -> u64 {
+    let each = architecture
+        .blocks
+        .iter()
+        .map(|block| parameters(&block.shape, architecture.hidden));
+    each.sum::<f64>() as u64
+}
+
+/// Parameters in all: blocks, embedding, head and final norm.
+pub(super) fn all_parameters(architecture: &Architecture) -> u64 {
+    architecture
+        .tensors()
+        .iter()
+        .map(espalier_arch::TensorSpec::elements)
+        .sum()
+}

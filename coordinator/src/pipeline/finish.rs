@@ -1,0 +1,543 @@
+//! From accepted choices to the outcome: recover, evaluate, export, verify.
+
+use espalier_arch::{Architecture, BlockShape, Variant};
+use espalier_proto::task::{
+    ArtifactId, Evaluate, Export, Exported, Ingested, MeasuredPair, ParentRef, Profiled, Quality, Recipe,
+    Recover, Recovered, Student, TaskOutput, TaskSpec, Verify,
+};
+use espalier_search::{Corrections, Metric, Score};
+
+use super::compare::reading;
+use super::context::{Context, all_parameters, block_parameters};
+use super::fit::Accepted;
+use super::outcome::{
+    BlockReport, LimitReport, OUTCOME_SCHEMA, Outcome, ParentReport, RankedPoint, StageCost, StrategyReport,
+};
+use super::tasks::{offer, task};
+use super::{
+    Decision, MOST_DRIFT, MOST_NOISY, Plan, PlanError, PlannedStage, PlannedTask, Results, Stage, Winner,
+};
+use crate::spec::Strategy;
+
+/// Alternations of the last measurement.
+const VERIFY_REPEATS: usize = 9;
+
+/// Plans what comes after the checks; the outcome once the export is verified.
+pub(super) fn advance(
+    context: &Context<'_>,
+    ingested: &Ingested,
+    profiled: &Profiled,
+    parent: &ParentRef,
+    accepted: &[Accepted<'_>],
+    plan: &mut Plan,
+) -> Result<(), PlanError> {
+    let tail = Tail {
+        context: *context,
+        ingested,
+        profiled,
+        parent,
+        accepted,
+    };
+    let trains = tail.recovery_tokens() > 0;
+    if trains {
+        offer(plan, context.results, Stage::Recover, || Ok(tail.recover()))?;
+    }
+    let recovered = tail.recovered()?;
+    if trains && recovered.is_empty() {
+        return Ok(());
+    }
+    offer(plan, context.results, Stage::Evaluate, || {
+        Ok(tail.evaluate(&recovered))
+    })?;
+    let Some(qualities) = tail.qualities(!recovered.is_empty())? else {
+        return Ok(());
+    };
+    if !context.results.planned(Stage::Export) {
+        plan.stages.push(tail.export(&qualities, &recovered)?);
+        return Ok(());
+    }
+    let Some(exported) = tail.exported()? else {
+        return Ok(());
+    };
+    if let Some((pair, notes)) = tail.verified(exported, plan)? {
+        plan.finished = Some(Box::new(
+            tail.outcome(&qualities, &recovered, exported, pair, notes)?,
+        ));
+    }
+    Ok(())
+}
+
+/// The parent's quality, and each strategy's before and after.
+struct Qualities<'a> {
+    parent: &'a Quality,
+    each: Vec<(&'a Quality, Option<&'a Quality>)>,
+}
+
+struct Tail<'a> {
+    context: Context<'a>,
+    ingested: &'a Ingested,
+    profiled: &'a Profiled,
+    parent: &'a ParentRef,
+    accepted: &'a [Accepted<'a>],
+}
+
+impl<'a> Tail<'a> {
+    fn architecture(&self) -> &'a Architecture {
+        &self.ingested.architecture
+    }
+
+    /// What was asked, or all that the data gave.
+    fn recovery_tokens(&self) -> u64 {
+        let there: u64 = self.ingested.recovery.iter().map(shard_tokens).sum();
+        self.context.spec.budget.recovery_tokens.min(there)
+    }
+
+    /// One task a strategy, all with the same tokens in the same order.
+    fn recover(&self) -> Vec<PlannedTask> {
+        let recovery = &self.context.spec.recovery;
+        let recipe = Recipe {
+            tokens: self.recovery_tokens(),
+            batch_sequences: recovery.batch_sequences,
+            learning_rate: recovery.learning_rate,
+            warmup: recovery.warmup,
+            final_share: recovery.final_share,
+            clip: recovery.clip,
+            betas: recovery.betas,
+            weight_decay: recovery.weight_decay,
+            checkpoint_steps: recovery.checkpoint_steps,
+            seed: self.context.spec.seed,
+        };
+        let each = self.accepted.iter().map(|accepted| {
+            let recover = Recover {
+                parent: self.parent.clone(),
+                candidate: accepted.chosen.candidate.clone(),
+                shards: self.ingested.recovery.clone(),
+                recipe: recipe.clone(),
+                resume: None,
+            };
+            task(accepted.chosen.strategy.to_string(), TaskSpec::Recover(recover))
+        });
+        each.collect()
+    }
+
+    /// One for each strategy, or none at all.
+    fn recovered(&self) -> Result<Vec<&'a Recovered>, PlanError> {
+        let each = self.context.each(Stage::Recover, |output| match output {
+            TaskOutput::Recover(recovered) => Some(recovered),
+            _ => None,
+        })?;
+        let Some(each) = each else { return Ok(Vec::new()) };
+        expect_count(Stage::Recover, each.len(), self.accepted.len())?;
+        Ok(each)
+    }
+
+    /// The parent, then each strategy before recovery, and after it where it was trained.
+    fn evaluate(&self, recovered: &[&Recovered]) -> Vec<PlannedTask> {
+        let evaluate = |name: String, student: Option<Student>| {
+            let spec = Evaluate {
+                parent: self.parent.clone(),
+                student,
+                validation: self.ingested.validation.clone(),
+                benchmarks: self.context.spec.evaluate.benchmarks.clone(),
+                benchmark_examples: self.context.spec.evaluate.examples,
+            };
+            task(name, TaskSpec::Evaluate(spec))
+        };
+        let mut tasks = vec![evaluate("parent".to_owned(), None)];
+        for (index, accepted) in self.accepted.iter().enumerate() {
+            let strategy = accepted.chosen.strategy;
+            tasks.push(evaluate(
+                format!("{strategy}-before"),
+                Some(student(accepted, None)),
+            ));
+            if let Some(recovered) = recovered.get(index) {
+                let weights = Some(recovered.weights.clone());
+                tasks.push(evaluate(
+                    format!("{strategy}-after"),
+                    Some(student(accepted, weights)),
+                ));
+            }
+        }
+        tasks
+    }
+
+    fn qualities(&self, trained: bool) -> Result<Option<Qualities<'a>>, PlanError> {
+        let each = self.context.each(Stage::Evaluate, |output| match output {
+            TaskOutput::Evaluate(quality) => Some(quality),
+            _ => None,
+        })?;
+        let Some(each) = each else { return Ok(None) };
+        let of_each = if trained { 2 } else { 1 };
+        expect_count(Stage::Evaluate, each.len(), 1 + of_each * self.accepted.len())?;
+        let mut qualities = each.into_iter();
+        let (Some(parent), mut pairs) = (qualities.next(), Vec::new()) else {
+            return Ok(None);
+        };
+        while let Some(before) = qualities.next() {
+            let after = if trained { qualities.next() } else { None };
+            pairs.push((before, after));
+        }
+        Ok(Some(Qualities { parent, each: pairs }))
+    }
+
+    /// Exports the strategy, trained or not, that is nearest to the parent on held-out text.
+    fn export(&self, qualities: &Qualities<'_>, recovered: &[&Recovered]) -> Result<PlannedStage, PlanError> {
+        let Some(output) = &self.context.spec.output else {
+            let message = "output: missing, expected the directory to write the outcome to";
+            return Err(PlanError::Invalid(message.to_owned()));
+        };
+        let best = qualities
+            .each
+            .iter()
+            .zip(self.accepted)
+            .enumerate()
+            .min_by(|(_, (a, _)), (_, (b, _))| best_of(a).0.total_cmp(&best_of(b).0));
+        let Some((index, (quality, accepted))) = best else {
+            return Err(PlanError::Mismatch {
+                stage: Stage::Evaluate,
+                reason: "no strategy was evaluated".to_owned(),
+            });
+        };
+        let (_, is_recovered) = best_of(quality);
+        let weights = recovered
+            .get(index)
+            .filter(|_| is_recovered)
+            .map(|recovered| recovered.weights.clone());
+        let export = Export {
+            parent: self.parent.clone(),
+            student: student(accepted, weights),
+            directory: format!("{}/checkpoint", output.trim_end_matches('/')),
+        };
+        let winner = Winner {
+            strategy: accepted.chosen.strategy,
+            recovered: is_recovered,
+        };
+        Ok(PlannedStage {
+            stage: Stage::Export,
+            tasks: vec![task("export", TaskSpec::Export(export))],
+            decision: Some(Decision::Winner(winner)),
+        })
+    }
+
+    fn exported(&self) -> Result<Option<&'a Exported>, PlanError> {
+        let each = self.context.each(Stage::Export, |output| match output {
+            TaskOutput::Export(exported) => Some(exported),
+            _ => None,
+        })?;
+        Ok(each.and_then(|each| each.into_iter().next()))
+    }
+
+    /// The last measurement once it is quiet; plans it, or plans it again.
+    fn verified(
+        &self,
+        exported: &Exported,
+        plan: &mut Plan,
+    ) -> Result<Option<(&'a MeasuredPair, Vec<String>)>, PlanError> {
+        let mut notes = Vec::new();
+        for round in 1..=MOST_NOISY {
+            let stage = Stage::Verify { round };
+            if !self.context.results.planned(stage) {
+                let verify = Verify {
+                    parent: self.parent.clone(),
+                    directory: exported.directory.clone(),
+                    workload: self.context.workload(),
+                    repeats: VERIFY_REPEATS,
+                };
+                return offer(plan, self.context.results, stage, || {
+                    Ok(vec![task("verify", TaskSpec::Verify(verify))])
+                })
+                .map(|()| None);
+            }
+            let Some(pair) = self.context.measured(stage)? else {
+                return Ok(None);
+            };
+            if pair.parent_drift <= MOST_DRIFT {
+                return Ok(Some((pair, notes)));
+            }
+            if round == MOST_NOISY {
+                return Err(PlanError::TooNoisy {
+                    stage,
+                    drift: pair.parent_drift,
+                    measurements: round,
+                });
+            }
+            notes.push(format!("{stage} was noisy and was measured again"));
+        }
+        Ok(None)
+    }
+
+    fn winner(&self) -> Result<(usize, &'a Accepted<'a>), PlanError> {
+        let stage = Stage::Export;
+        let strategy = match self.context.results.decision(stage) {
+            Some(Decision::Winner(winner)) => winner.strategy,
+            _ => {
+                let reason = "its decision is missing from the results".to_owned();
+                return Err(PlanError::Mismatch { stage, reason });
+            }
+        };
+        let found = self
+            .accepted
+            .iter()
+            .enumerate()
+            .find(|(_, accepted)| accepted.chosen.strategy == strategy);
+        let reason = || format!("its winner, {strategy}, is not among the strategies");
+        found.ok_or_else(|| PlanError::Mismatch {
+            stage,
+            reason: reason(),
+        })
+    }
+
+    fn outcome(
+        &self,
+        qualities: &Qualities<'_>,
+        recovered: &[&Recovered],
+        exported: &Exported,
+        verified: &MeasuredPair,
+        mut notes: Vec<String>,
+    ) -> Result<Outcome, PlanError> {
+        let (index, winner) = self.winner()?;
+        let limits = self.limits(winner, verified)?;
+        let outside = limits.iter().filter(|limit| !limit.verified.inside).map(|limit| {
+            let (value, bound) = (limit.verified.value, limit.verified.limit);
+            format!(
+                "{} is {}, the limit is {}",
+                limit.metric,
+                limit.metric.display(value),
+                limit.metric.display(bound)
+            )
+        });
+        let outside = outside.collect::<Vec<_>>().join(", ");
+        if !outside.is_empty() {
+            return Err(PlanError::NotVerified(outside));
+        }
+        let scores = self.context.scores()?.unwrap_or_default();
+        let mut strategies = Vec::with_capacity(self.accepted.len());
+        for (position, (accepted, quality)) in self.accepted.iter().zip(&qualities.each).enumerate() {
+            strategies.push(self.strategy(accepted, *quality, recovered.get(position).copied(), &scores)?);
+            notes.extend(accepted.notes.iter().cloned());
+        }
+        // The winner first, the others in their order.
+        if let Some(first) = strategies.get_mut(..=index) {
+            first.rotate_right(1);
+        }
+        let all = &self.context.spec.target.limits;
+        let front_metric = all.iter().next().map_or(Metric::Latency, |limit| limit.metric);
+        Ok(Outcome {
+            schema: OUTCOME_SCHEMA,
+            spec: self.context.spec.clone(),
+            parent: self.parent_report(qualities.parent)?,
+            target: self.profiled.key.clone(),
+            limits,
+            winner: winner.chosen.strategy,
+            strategies,
+            scores,
+            front_metric,
+            front: self.front(),
+            grid: self.ranked()?,
+            export: exported.clone(),
+            stages: self.costs(),
+            notes,
+        })
+    }
+
+    fn limits(&self, winner: &Accepted<'_>, verified: &MeasuredPair) -> Result<Vec<LimitReport>, PlanError> {
+        let candidate = self.architecture().with_candidate(&winner.chosen.candidate)?;
+        let parameters = (
+            block_parameters(self.architecture()),
+            block_parameters(&candidate),
+        );
+        let parent = espalier_search::Figures::measured(&self.profiled.parent, parameters.0);
+        let prediction = &winner.chosen.prediction;
+        let mut reports = Vec::new();
+        for limit in self.context.spec.target.limits.iter() {
+            let metric = limit.metric;
+            let read = |pair| reading(&limit, pair, parameters, &self.profiled.parent, prediction);
+            let (Some(checked), Some(verified)) = (read(winner.pair), read(verified)) else {
+                continue;
+            };
+            reports.push(LimitReport {
+                metric,
+                asked: limit.bound,
+                limit: limit.resolve(&parent)?.value,
+                parent: parent.get(metric).unwrap_or(verified.parent),
+                predicted: prediction.figures.get(metric).unwrap_or(verified.predicted),
+                predicted_error: prediction.errors.get(metric).unwrap_or(0.0),
+                checked,
+                verified,
+            });
+        }
+        Ok(reports)
+    }
+
+    fn parent_report(&self, quality: &Quality) -> Result<ParentReport, PlanError> {
+        let architecture = self.architecture();
+        let model = self
+            .context
+            .cost_model(architecture, self.profiled, Corrections::default())?;
+        Ok(ParentReport {
+            source: self.parent.source.clone(),
+            fingerprint: self.parent.fingerprint.clone(),
+            architecture: architecture.clone(),
+            parameters: all_parameters(architecture),
+            block_parameters: block_parameters(architecture),
+            measurement: self.profiled.parent.clone(),
+            prediction: model.predict(architecture)?,
+            quality: quality.clone(),
+        })
+    }
+
+    fn strategy(
+        &self,
+        accepted: &Accepted<'_>,
+        (before, after): (&Quality, Option<&Quality>),
+        recovered: Option<&Recovered>,
+        scores: &[Score],
+    ) -> Result<StrategyReport, PlanError> {
+        let chosen = accepted.chosen;
+        let architecture = self.architecture().with_candidate(&chosen.candidate)?;
+        Ok(StrategyReport {
+            strategy: chosen.strategy,
+            candidate: chosen.candidate.clone(),
+            blocks: blocks(self.architecture(), &chosen.candidate.variants, scores),
+            parameters: all_parameters(&architecture),
+            block_parameters: block_parameters(&architecture),
+            prediction: chosen.prediction,
+            checked: accepted.pair.candidate.clone(),
+            rounds: accepted.round,
+            solved: chosen.solved,
+            before: before.clone(),
+            after: after.cloned(),
+            losses: recovered
+                .map(|recovered| recovered.losses.clone())
+                .unwrap_or_default(),
+            recovery_tokens: recovered.map_or(0, |recovered| recovered.tokens),
+            kept_untrained: recovered.is_some_and(|recovered| recovered.kept_untrained),
+            weights: recovered.map(|recovered| recovered.weights.clone()),
+        })
+    }
+
+    /// The front of the first solve.
+    fn front(&self) -> Vec<espalier_search::heterogeneous::FrontPoint> {
+        let stage = Stage::Check {
+            strategy: Strategy::Heterogeneous,
+            round: 1,
+        };
+        match self.context.results.decision(stage) {
+            Some(Decision::Chosen(chosen)) => chosen.front.clone(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn ranked(&self) -> Result<Vec<RankedPoint>, PlanError> {
+        let mut all = Vec::new();
+        for (stage, result) in &self.context.results.stages {
+            let (Stage::Rank { round }, Some(Decision::Grid(points))) = (stage, &result.decision) else {
+                continue;
+            };
+            let divergences = self.context.ranked(*round)?.unwrap_or_default();
+            let points = points.iter().cloned().zip(divergences);
+            all.extend(points.map(|(point, divergence)| RankedPoint {
+                point,
+                divergence: *divergence,
+            }));
+        }
+        Ok(all)
+    }
+
+    fn costs(&self) -> Vec<StageCost> {
+        let finished = self.context.results.stages.iter();
+        let finished = finished.filter_map(|(stage, result)| Some((*stage, result.finished.as_ref()?)));
+        finished
+            .map(|(stage, finished)| StageCost {
+                stage,
+                tasks: finished.outputs.len(),
+                tokens: self.tokens(stage, finished.outputs.len(), self.context.results),
+                seconds: finished.seconds,
+            })
+            .collect()
+    }
+
+    fn tokens(&self, stage: Stage, tasks: usize, results: &Results) -> u64 {
+        let tasks = u64::try_from(tasks).unwrap_or(u64::MAX);
+        match stage {
+            Stage::Calibrate => self.ingested.calibration.iter().map(shard_tokens).sum(),
+            Stage::Score | Stage::Rank { .. } => shard_tokens(&self.ingested.scoring).saturating_mul(tasks),
+            Stage::DepthOrder => self.context.spec.budget.depth_tokens,
+            Stage::Evaluate => shard_tokens(&self.ingested.validation).saturating_mul(tasks),
+            Stage::Recover => {
+                let outputs = results.outputs(stage).unwrap_or_default().iter();
+                outputs
+                    .map(|output| {
+                        if let TaskOutput::Recover(recovered) = output {
+                            recovered.tokens
+                        } else {
+                            0
+                        }
+                    })
+                    .sum()
+            }
+            _ => 0,
+        }
+    }
+}
+
+/// The lesser of KL before and after, and whether it is the one after.
+fn best_of((before, after): &(&Quality, Option<&Quality>)) -> (f64, bool) {
+    match after {
+        Some(after) if after.divergence <= before.divergence => (after.divergence, true),
+        _ => (before.divergence, false),
+    }
+}
+
+fn student(accepted: &Accepted<'_>, weights: Option<ArtifactId>) -> Student {
+    Student {
+        candidate: accepted.chosen.candidate.clone(),
+        weights,
+    }
+}
+
+fn expect_count(stage: Stage, found: usize, expected: usize) -> Result<(), PlanError> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(PlanError::Mismatch {
+        stage,
+        reason: format!("{found} outputs came, expected {expected}"),
+    })
+}
+
+fn shard_tokens(shard: &espalier_proto::task::Shard) -> u64 {
+    u64::try_from(shard.sequences.saturating_mul(shard.sequence_tokens)).unwrap_or(u64::MAX)
+}
+
+/// What is left of each block.
+fn blocks(parent: &Architecture, variants: &[Variant], scores: &[Score]) -> Vec<BlockReport> {
+    let each = parent.blocks.iter().zip(variants).enumerate();
+    each.map(|(index, (block, variant))| {
+        let whole = size(&block.shape);
+        let left = block.shape.with_variant(variant).ok().flatten();
+        let score = scores
+            .iter()
+            .find(|score| score.block == index && score.variant == *variant);
+        BlockReport {
+            block: index,
+            layer: block.layer,
+            kind: block.shape.kind(),
+            variant: variant.clone(),
+            size: left.as_ref().map_or(0, size),
+            whole,
+            score: score.map(|score| score.divergence),
+        }
+    })
+    .collect()
+}
+
+/// The axis that variants of the block are prefixes along.
+fn size(shape: &BlockShape) -> usize {
+    match shape {
+        BlockShape::Attention(attention) => attention.kv_groups,
+        BlockShape::Mlp(mlp) => mlp.channels,
+        BlockShape::Mamba2(mamba) => mamba.heads,
+        BlockShape::Moe(moe) => moe.experts,
+    }
+}

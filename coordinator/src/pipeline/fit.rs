@@ -1,0 +1,421 @@
+//! Choosing and checking, for each strategy until its choice is measured inside the limits.
+//!
+//! Heterogeneous: solve → check. Uniform: grid → rank → check. A check that misses a limit, or shows the
+//! prediction wrong, corrects the cost model by the measured ratio, and the strategy chooses anew. A noisy check
+//! is repeated as it is.
+
+use espalier_arch::Architecture;
+use espalier_proto::task::{Check, Ingested, MeasuredPair, ParentRef, Profiled, Rank, TaskSpec};
+use espalier_search::heterogeneous::{Choice, Fitted, LEAST_MARGIN, Library};
+use espalier_search::solver::Options;
+use espalier_search::uniform::{GridPoint, grid};
+use espalier_search::{AbsoluteLimit, Corrections, CostModel, Metric};
+
+use super::compare::{corrections, reading};
+use super::context::{Context, block_parameters};
+use super::outcome::Reading;
+use super::tasks::task;
+use super::{
+    Chosen, Decision, MOST_CORRECTIONS, MOST_DRIFT, MOST_MISPREDICTION, MOST_NOISY, Plan, PlanError,
+    PlannedStage, SolverProof, Stage,
+};
+use crate::spec::Strategy;
+
+/// Alternations of a check.
+const CHECK_REPEATS: usize = 7;
+/// Points of the uniform grid that are ranked by KL.
+const RANKED_POINTS: usize = 12;
+/// Points of the Pareto front.
+const FRONT_POINTS: usize = 15;
+
+/// A choice that was measured inside the limits.
+pub(super) struct Accepted<'a> {
+    pub(super) chosen: &'a Chosen,
+    pub(super) pair: &'a MeasuredPair,
+    /// The check that accepted it.
+    pub(super) round: u32,
+    /// What the reader should know.
+    pub(super) notes: Vec<String>,
+}
+
+/// What the checks of one strategy say so far.
+enum Standing<'a> {
+    Accepted(Box<Accepted<'a>>),
+    /// A stage that was planned is still running, or waits for one that is.
+    Waiting,
+    /// Choose, with what was learnt, and check in this round.
+    Choose {
+        corrections: Corrections,
+        round: u32,
+    },
+    /// Measure the same choice again in this round.
+    Repeat {
+        chosen: &'a Chosen,
+        round: u32,
+    },
+}
+
+/// Plans what choosing and checking need next; every strategy's accepted choice once all have one.
+pub(super) fn advance<'a>(
+    context: &Context<'a>,
+    ingested: &'a Ingested,
+    profiled: &'a Profiled,
+    parent: &ParentRef,
+    plan: &mut Plan,
+) -> Result<Option<Vec<Accepted<'a>>>, PlanError> {
+    let fit = Fit {
+        context: *context,
+        ingested,
+        profiled,
+    };
+    let mut accepted = Vec::new();
+    let strategies = context.strategies();
+    for &strategy in &strategies {
+        let decision = match fit.standing(strategy)? {
+            Standing::Accepted(choice) => {
+                accepted.push(*choice);
+                continue;
+            }
+            Standing::Waiting => continue,
+            Standing::Repeat { chosen, round } => Some((chosen.clone(), round)),
+            Standing::Choose { corrections, round } => match strategy {
+                Strategy::Heterogeneous => fit.solve(corrections, round)?.map(|chosen| (chosen, round)),
+                Strategy::Uniform => fit
+                    .uniform(corrections, parent, plan)?
+                    .map(|chosen| (chosen, round)),
+            },
+        };
+        if let Some((chosen, round)) = decision {
+            plan.stages.push(fit.check(chosen, round)?);
+        }
+    }
+    Ok((accepted.len() == strategies.len()).then_some(accepted))
+}
+
+struct Fit<'a> {
+    context: Context<'a>,
+    ingested: &'a Ingested,
+    profiled: &'a Profiled,
+}
+
+impl<'a> Fit<'a> {
+    fn architecture(&self) -> &'a Architecture {
+        &self.ingested.architecture
+    }
+
+    /// Goes through the strategy's checks in order.
+    fn standing(&self, strategy: Strategy) -> Result<Standing<'a>, PlanError> {
+        let mut notes = Vec::new();
+        let mut learnt = Corrections::default();
+        let (mut misses, mut noisy) = (0, 0);
+        for round in 1.. {
+            let stage = Stage::Check { strategy, round };
+            if !self.context.results.planned(stage) {
+                return Ok(match self.last_chosen(strategy, round) {
+                    Some(chosen) if noisy > 0 => Standing::Repeat { chosen, round },
+                    _ => Standing::Choose {
+                        corrections: learnt,
+                        round,
+                    },
+                });
+            }
+            let Some(pair) = self.context.measured(stage)? else {
+                return Ok(Standing::Waiting);
+            };
+            let chosen = self.chosen(stage)?;
+            if pair.parent_drift > MOST_DRIFT {
+                noisy += 1;
+                if noisy >= MOST_NOISY {
+                    return Err(PlanError::TooNoisy {
+                        stage,
+                        drift: pair.parent_drift,
+                        measurements: noisy,
+                    });
+                }
+                notes.push(format!("{stage} was noisy and was measured again"));
+                continue;
+            }
+            noisy = 0;
+            let readings = self.readings(chosen, pair)?;
+            let inside = readings.iter().all(|(_, reading)| reading.inside);
+            let predicted = readings
+                .iter()
+                .all(|(_, reading)| reading.error.abs() <= MOST_MISPREDICTION);
+            if inside && (predicted || misses >= MOST_CORRECTIONS) {
+                return Ok(Standing::Accepted(Box::new(Accepted {
+                    chosen,
+                    pair,
+                    round,
+                    notes,
+                })));
+            }
+            misses += 1;
+            if misses > MOST_CORRECTIONS {
+                return Err(self.missed(strategy, misses, &readings));
+            }
+            learnt = corrections(
+                chosen.corrections,
+                &self.context.spec.target.limits,
+                pair,
+                &self.profiled.parent,
+                &chosen.prediction,
+            );
+            let what = if inside {
+                "was predicted wrongly"
+            } else {
+                "missed a limit"
+            };
+            notes.push(format!(
+                "the choice of {stage} {what}; the cost table was corrected and a new one made"
+            ));
+        }
+        Ok(Standing::Waiting)
+    }
+
+    fn last_chosen(&self, strategy: Strategy, round: u32) -> Option<&'a Chosen> {
+        let stage = Stage::Check {
+            strategy,
+            round: round.checked_sub(1)?,
+        };
+        match self.context.results.decision(stage) {
+            Some(Decision::Chosen(chosen)) => Some(chosen),
+            _ => None,
+        }
+    }
+
+    fn chosen(&self, stage: Stage) -> Result<&'a Chosen, PlanError> {
+        match self.context.results.decision(stage) {
+            Some(Decision::Chosen(chosen)) => Ok(chosen),
+            _ => Err(PlanError::Mismatch {
+                stage,
+                reason: "its decision is missing from the results".to_owned(),
+            }),
+        }
+    }
+
+    /// Every limit as a check reads it.
+    fn readings(&self, chosen: &Chosen, pair: &MeasuredPair) -> Result<Vec<(Metric, Reading)>, PlanError> {
+        let candidate = self.architecture().with_candidate(&chosen.candidate)?;
+        let parameters = (
+            block_parameters(self.architecture()),
+            block_parameters(&candidate),
+        );
+        let limits = self.context.spec.target.limits.iter();
+        Ok(limits
+            .filter_map(|limit| {
+                let reading = reading(
+                    &limit,
+                    pair,
+                    parameters,
+                    &self.profiled.parent,
+                    &chosen.prediction,
+                )?;
+                Some((limit.metric, reading))
+            })
+            .collect())
+    }
+
+    fn missed(&self, strategy: Strategy, rounds: u32, readings: &[(Metric, Reading)]) -> PlanError {
+        let each = readings
+            .iter()
+            .filter(|(_, reading)| !reading.inside)
+            .map(|(metric, reading)| {
+                let limit = metric.display(reading.limit);
+                format!(
+                    "{metric} was {} at last, the limit is {limit}",
+                    metric.display(reading.value)
+                )
+            });
+        let detail = each.collect::<Vec<_>>().join(", ");
+        PlanError::Missed {
+            strategy,
+            rounds,
+            detail: format!("{detail}; loosen the limit or use a quieter machine"),
+        }
+    }
+
+    fn model(&self, corrections: Corrections) -> Result<(CostModel, Vec<AbsoluteLimit>), PlanError> {
+        let model = self
+            .context
+            .cost_model(self.architecture(), self.profiled, corrections)?;
+        Ok((model, self.context.limits(self.architecture(), self.profiled)?))
+    }
+
+    /// The heterogeneous choice, once scores are there.
+    fn solve(&self, corrections: Corrections, round: u32) -> Result<Option<Chosen>, PlanError> {
+        let Some(scores) = self.context.scores()? else {
+            return Ok(None);
+        };
+        let (model, limits) = self.model(corrections)?;
+        let variants = self.context.space().all_variants(self.architecture())?;
+        let library = Library::new(self.architecture(), variants, &scores, &model)?;
+        let choices = match library.fit(&limits, 1, 1, &Options::default())? {
+            Fitted::Found(choices) => choices,
+            Fitted::Impossible(reachable) => return Err(PlanError::Impossible(reachable)),
+        };
+        let front = match limits.first() {
+            Some(limit) if round == 1 => {
+                let coarse = Options {
+                    relative_gap: 1e-3,
+                    work: 20_000_000,
+                };
+                library.front(limit.metric, FRONT_POINTS, &coarse)?
+            }
+            _ => Vec::new(),
+        };
+        Ok(choices
+            .into_iter()
+            .next()
+            .map(|choice| heterogeneous(choice, limits, corrections, front)))
+    }
+
+    /// The uniform choice, once depth order and ranks are there; plans a ranking where one is needed.
+    fn uniform(
+        &self,
+        corrections: Corrections,
+        parent: &ParentRef,
+        plan: &mut Plan,
+    ) -> Result<Option<Chosen>, PlanError> {
+        let Some(order) = self.context.depth_order()? else {
+            return Ok(None);
+        };
+        let (model, limits) = self.model(corrections)?;
+        let mut round = 1;
+        while self.context.results.planned(Stage::Rank { round }) {
+            let Some(divergences) = self.context.ranked(round)? else {
+                return Ok(None);
+            };
+            let points = self.grid_of(round)?;
+            if points.len() != divergences.len() {
+                let reason = format!(
+                    "{} divergences came, expected {}",
+                    divergences.len(),
+                    points.len()
+                );
+                return Err(PlanError::Mismatch {
+                    stage: Stage::Rank { round },
+                    reason,
+                });
+            }
+            if let Some(chosen) = self.best_ranked(points, divergences, &model, &limits, corrections)? {
+                return Ok(Some(chosen));
+            }
+            round += 1;
+        }
+        let space = self.context.space();
+        let points = grid(
+            self.architecture(),
+            &space,
+            order,
+            &model,
+            &limits,
+            LEAST_MARGIN,
+            RANKED_POINTS,
+        )?;
+        if points.is_empty() {
+            let message = "target.limits: no uniform model of the grid is inside them; allow more depth to be \
+                           removed, a finer search.mlp_grid, or leave uniform out of search.strategies";
+            return Err(PlanError::Invalid(message.to_owned()));
+        }
+        let candidates = points.iter().map(|point| point.candidate.clone()).collect();
+        let rank = Rank {
+            parent: parent.clone(),
+            candidates,
+            shard: self.ingested.scoring.clone(),
+        };
+        plan.stages.push(PlannedStage {
+            stage: Stage::Rank { round },
+            tasks: vec![task("rank", TaskSpec::Rank(rank))],
+            decision: Some(Decision::Grid(points)),
+        });
+        Ok(None)
+    }
+
+    fn grid_of(&self, round: u32) -> Result<&'a [GridPoint], PlanError> {
+        let stage = Stage::Rank { round };
+        match self.context.results.decision(stage) {
+            Some(Decision::Grid(points)) => Ok(points),
+            _ => Err(PlanError::Mismatch {
+                stage,
+                reason: "its decision is missing from the results".to_owned(),
+            }),
+        }
+    }
+
+    /// The ranked point of least KL that the model, as corrected, still predicts inside.
+    fn best_ranked(
+        &self,
+        points: &[GridPoint],
+        divergences: &[f64],
+        model: &CostModel,
+        limits: &[AbsoluteLimit],
+        corrections: Corrections,
+    ) -> Result<Option<Chosen>, PlanError> {
+        let mut order: Vec<(&GridPoint, f64)> = points.iter().zip(divergences.iter().copied()).collect();
+        order.sort_by(|a, b| a.1.total_cmp(&b.1));
+        for (point, divergence) in order {
+            let prediction = model.predict(&self.architecture().with_candidate(&point.candidate)?)?;
+            let inside = limits.iter().all(|limit| {
+                let aimed = espalier_search::uniform::aim(limit, LEAST_MARGIN);
+                prediction
+                    .figures
+                    .get(limit.metric)
+                    .is_some_and(|value| aimed.admits(value))
+            });
+            if inside {
+                return Ok(Some(Chosen {
+                    strategy: Strategy::Uniform,
+                    candidate: point.candidate.clone(),
+                    prediction,
+                    limits: limits.to_vec(),
+                    margin: LEAST_MARGIN,
+                    corrections,
+                    solved: None,
+                    divergence: Some(divergence),
+                    front: Vec::new(),
+                }));
+            }
+        }
+        Ok(None)
+    }
+
+    fn check(&self, chosen: Chosen, round: u32) -> Result<PlannedStage, PlanError> {
+        let check = Check {
+            parent: self.architecture().clone(),
+            architecture: self.architecture().with_candidate(&chosen.candidate)?,
+            workload: self.context.workload(),
+            repeats: CHECK_REPEATS,
+        };
+        Ok(PlannedStage {
+            stage: Stage::Check {
+                strategy: chosen.strategy,
+                round,
+            },
+            tasks: vec![task("check", TaskSpec::Check(check))],
+            decision: Some(Decision::Chosen(Box::new(chosen))),
+        })
+    }
+}
+
+fn heterogeneous(
+    choice: Choice,
+    limits: Vec<AbsoluteLimit>,
+    corrections: Corrections,
+    front: Vec<espalier_search::heterogeneous::FrontPoint>,
+) -> Chosen {
+    Chosen {
+        strategy: Strategy::Heterogeneous,
+        candidate: choice.candidate,
+        prediction: choice.prediction,
+        limits,
+        margin: choice.margin,
+        corrections,
+        solved: Some(SolverProof {
+            score: choice.score,
+            bound: choice.score_bound,
+            gap: choice.gap,
+        }),
+        divergence: None,
+        front,
+    }
+}

@@ -1,0 +1,293 @@
+//! Which stages are ready, and what their tasks are asked.
+
+use espalier_arch::{Architecture, Variant};
+use espalier_proto::task::{
+    Calibrate, DepthOrder, Ingest, Ingested, ParentRef, Profile, Profiled, ScoreBlock, Sort, TaskOutput,
+    TaskSpec,
+};
+use espalier_search::heterogeneous::{Fitted, Library};
+use espalier_search::solver::Options;
+use espalier_search::{AbsoluteLimit, Bound, Figures, Metric, counted_bytes, points};
+
+use super::context::{Context, block_parameters};
+use super::{Plan, PlanError, PlannedStage, PlannedTask, Results, Stage, finish, fit};
+use crate::spec::{JobSpec, Strategy};
+
+/// Rounds of the profile over all shapes, interleaved.
+const PROFILE_ROUNDS: usize = 7;
+
+pub(super) fn plan(spec: &JobSpec, results: &Results) -> Result<Plan, PlanError> {
+    let context = Context { spec, results };
+    let mut plan = Plan::default();
+    let Some(ingested) = context.ingested()? else {
+        offer(&mut plan, results, Stage::Ingest, || {
+            Ok(vec![task("ingest", TaskSpec::Ingest(ingest(spec)))])
+        })?;
+        return Ok(plan);
+    };
+    if !results.planned(Stage::Profile) {
+        refuse_uncountable(&context, &ingested.architecture)?;
+    }
+    offer(&mut plan, results, Stage::Profile, || profile(&context, ingested))?;
+    offer(&mut plan, results, Stage::Calibrate, || calibrate(ingested))?;
+    let importance = context.each(Stage::Calibrate, |output| match output {
+        TaskOutput::Calibrate { importance } => Some(importance.clone()),
+        _ => None,
+    })?;
+    if let Some(importance) = importance {
+        let sort = Sort {
+            parent: ingested.parent.clone(),
+            importance,
+        };
+        offer(&mut plan, results, Stage::Sort, || {
+            Ok(vec![task("sort", TaskSpec::Sort(sort))])
+        })?;
+    }
+    let profiled = context.profiled()?;
+    if let Some(profiled) = profiled
+        && !results.planned(Stage::Recover)
+    {
+        refuse_unreachable(&context, &ingested.architecture, profiled)?;
+    }
+    if let Some(parent) = context.sorted()? {
+        if context.strategies().contains(&Strategy::Heterogeneous) {
+            offer(&mut plan, results, Stage::Score, || {
+                score(&context, ingested, &parent)
+            })?;
+        }
+        if let Some(profiled) = profiled {
+            if context.strategies().contains(&Strategy::Uniform) {
+                offer(&mut plan, results, Stage::DepthOrder, || {
+                    depth_order(&context, ingested, profiled, &parent)
+                })?;
+            }
+            let accepted = fit::advance(&context, ingested, profiled, &parent, &mut plan)?;
+            if let Some(accepted) = accepted {
+                finish::advance(&context, ingested, profiled, &parent, &accepted, &mut plan)?;
+            }
+        }
+    }
+    Ok(plan)
+}
+
+/// Adds a stage that no earlier plan named.
+pub(super) fn offer(
+    plan: &mut Plan,
+    results: &Results,
+    stage: Stage,
+    tasks: impl FnOnce() -> Result<Vec<PlannedTask>, PlanError>,
+) -> Result<(), PlanError> {
+    if !results.planned(stage) {
+        plan.stages.push(PlannedStage {
+            stage,
+            tasks: tasks()?,
+            decision: None,
+        });
+    }
+    Ok(())
+}
+
+pub(super) fn task(name: impl Into<String>, spec: TaskSpec) -> PlannedTask {
+    PlannedTask {
+        name: name.into(),
+        spec,
+    }
+}
+
+fn ingest(spec: &JobSpec) -> Ingest {
+    Ingest {
+        parent: spec.parent.clone(),
+        train: spec.data.train.clone(),
+        validation: spec.data.validation.clone(),
+        sequence_tokens: spec.budget.sequence_tokens,
+        calibration_tokens: spec.budget.calibration_tokens,
+        scoring_tokens: spec.budget.scoring_tokens.max(spec.budget.depth_tokens),
+        recovery_tokens: spec.budget.recovery_tokens,
+        validation_tokens: spec.budget.validation_tokens,
+        seed: spec.seed,
+    }
+}
+
+fn profile(context: &Context<'_>, ingested: &Ingested) -> Result<Vec<PlannedTask>, PlanError> {
+    let workload = context.workload();
+    let profile = Profile {
+        architecture: ingested.architecture.clone(),
+        shapes: context.space().shapes(&ingested.architecture)?,
+        points: points(&workload)?,
+        rounds: PROFILE_ROUNDS,
+        workload,
+    };
+    Ok(vec![task("profile", TaskSpec::Profile(profile))])
+}
+
+fn calibrate(ingested: &Ingested) -> Result<Vec<PlannedTask>, PlanError> {
+    if ingested.calibration.is_empty() {
+        let message =
+            "data.train: no text is left for calibration, expected at least one sequence; give more text";
+        return Err(PlanError::Invalid(message.to_owned()));
+    }
+    let shards = ingested.calibration.iter().enumerate();
+    Ok(shards
+        .map(|(index, shard)| {
+            let spec = Calibrate {
+                parent: ingested.parent.clone(),
+                shard: shard.clone(),
+            };
+            task(format!("shard-{index:02}"), TaskSpec::Calibrate(spec))
+        })
+        .collect())
+}
+
+fn score(
+    context: &Context<'_>,
+    ingested: &Ingested,
+    parent: &ParentRef,
+) -> Result<Vec<PlannedTask>, PlanError> {
+    let mut tasks = Vec::new();
+    for (block, variants) in context
+        .space()
+        .all_variants(&ingested.architecture)?
+        .into_iter()
+        .enumerate()
+    {
+        let variants: Vec<Variant> = variants
+            .into_iter()
+            .filter(|variant| *variant != Variant::Whole)
+            .collect();
+        if variants.is_empty() {
+            continue;
+        }
+        let spec = ScoreBlock {
+            parent: parent.clone(),
+            block,
+            variants,
+            shard: ingested.scoring.clone(),
+        };
+        tasks.push(task(format!("block-{block:03}"), TaskSpec::Score(spec)));
+    }
+    if tasks.is_empty() {
+        let message =
+            "search: no block has a smaller variant; allow skip, fewer kv_groups or a finer mlp_grid";
+        return Err(PlanError::Invalid(message.to_owned()));
+    }
+    Ok(tasks)
+}
+
+fn depth_order(
+    context: &Context<'_>,
+    ingested: &Ingested,
+    profiled: &Profiled,
+    parent: &ParentRef,
+) -> Result<Vec<PlannedTask>, PlanError> {
+    let spec = DepthOrder {
+        parent: parent.clone(),
+        remove: layers_to_remove(context, &ingested.architecture, profiled)?,
+        shard: ingested.scoring.clone(),
+        sequences: sequences_of(context.spec.budget.depth_tokens, ingested),
+    };
+    Ok(vec![task("depth_order", TaskSpec::DepthOrder(spec))])
+}
+
+/// Sequences that hold so many tokens: at least one, at most those of the scoring shard.
+fn sequences_of(tokens: u64, ingested: &Ingested) -> usize {
+    let each = u64::try_from(ingested.scoring.sequence_tokens.max(1)).unwrap_or(u64::MAX);
+    let wanted = usize::try_from(tokens.div_ceil(each)).unwrap_or(usize::MAX);
+    wanted.clamp(1, ingested.scoring.sequences.max(1))
+}
+
+/// As few whole layers as would meet the limits alone: no point of the uniform grid needs more. At most all
+/// but one.
+fn layers_to_remove(
+    context: &Context<'_>,
+    parent: &Architecture,
+    profiled: &Profiled,
+) -> Result<usize, PlanError> {
+    let model = context.cost_model(parent, profiled, espalier_search::Corrections::default())?;
+    let limits = context.limits(parent, profiled)?;
+    let mut layers: Vec<usize> = parent.blocks.iter().map(|block| block.layer).collect();
+    layers.dedup();
+    let most = layers.len().saturating_sub(1);
+    for count in 1..=most {
+        let mut smaller = parent.clone();
+        let dropped = layers.get(layers.len() - count..).unwrap_or_default();
+        smaller.blocks.retain(|block| !dropped.contains(&block.layer));
+        let figures = model.predict(&smaller)?.figures;
+        if limits
+            .iter()
+            .all(|limit| figures.get(limit.metric).is_some_and(|value| limit.admits(value)))
+        {
+            // One more, for the margin.
+            return Ok((count + 1).min(most));
+        }
+    }
+    Ok(most)
+}
+
+/// Refuses limits on memory and parameters that even the smallest variants exceed, before anything is measured.
+fn refuse_uncountable(context: &Context<'_>, parent: &Architecture) -> Result<(), PlanError> {
+    let counted = |architecture: &Architecture| Figures {
+        #[allow(clippy::cast_precision_loss)] // far below 2^53
+        block_parameters: Some(block_parameters(architecture) as f64),
+        memory_bytes: Some(counted_bytes(architecture, &context.workload(), context.weight_bytes())),
+        ..Figures::default()
+    };
+    let mut smallest = parent.clone();
+    smallest.blocks.clear();
+    for (block, variants) in parent.blocks.iter().zip(context.space().all_variants(parent)?) {
+        // Skip comes last where it is allowed, and the smallest size where it is not.
+        let left = variants.last().map(|variant| block.shape.with_variant(variant));
+        if let Some(Ok(Some(shape))) = left {
+            smallest.blocks.push(espalier_arch::Block {
+                layer: block.layer,
+                shape,
+            });
+        }
+    }
+    let (whole, smallest) = (counted(parent), counted(&smallest));
+    for limit in context
+        .spec
+        .target
+        .limits
+        .iter()
+        .filter(|limit| !limit.metric.is_timed())
+    {
+        // A share of memory is of what the parent measures, which is more than what can be counted.
+        if limit.metric == Metric::Memory && matches!(limit.bound, Bound::ShareOfParent(_)) {
+            continue;
+        }
+        let absolute = limit.resolve(&whole)?;
+        let least = smallest.get(limit.metric).unwrap_or(0.0);
+        if !absolute.admits(least) {
+            let reach = espalier_search::heterogeneous::Reachable {
+                limit: absolute,
+                alone: least,
+                together: least,
+            };
+            return Err(PlanError::Impossible(vec![reach]));
+        }
+    }
+    Ok(())
+}
+
+/// Refuses limits that no candidate is predicted to meet, as soon as the profile is there.
+fn refuse_unreachable(
+    context: &Context<'_>,
+    parent: &Architecture,
+    profiled: &Profiled,
+) -> Result<(), PlanError> {
+    let limits: Vec<AbsoluteLimit> = context.limits(parent, profiled)?;
+    let model = context.cost_model(parent, profiled, espalier_search::Corrections::default())?;
+    let library = Library::unscored(parent, context.space().all_variants(parent)?, &model)?;
+    match library.fit(
+        &limits,
+        1,
+        1,
+        &Options {
+            relative_gap: 1.0,
+            ..Options::default()
+        },
+    )? {
+        Fitted::Found(_) => Ok(()),
+        Fitted::Impossible(reachable) => Err(PlanError::Impossible(reachable)),
+    }
+}
