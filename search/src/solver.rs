@@ -163,12 +163,16 @@ pub fn solve(problem: &Problem, options: &Options) -> Result<Solved> {
     };
     let chosen = best;
     let (cost, uses) = problem.totals(&chosen);
-    let lower_bound = found.lower_bound.min(cost);
-    let gap = (cost - lower_bound) / cost.abs().max(f64::MIN_POSITIVE);
-    let gap = if cost - lower_bound <= 1e-12 * cost.abs() {
-        0.0
+    let is_optimal = found.exhausted && options.relative_gap == 0.0;
+    let lower_bound = if is_optimal {
+        cost
     } else {
-        gap
+        found.lower_bound.min(cost)
+    };
+    let gap = if lower_bound < cost {
+        (cost - lower_bound) / cost.abs().max(f64::MIN_POSITIVE)
+    } else {
+        0.0
     };
     Ok(Solved::Found(Solution {
         chosen,

@@ -67,13 +67,16 @@ pub(super) fn search(whole: &Reduced, options: &Options) -> Found {
     }
     improve(whole, &mut incumbent);
     let work = relaxation.work;
-    let kept = within_reach(whole, &relaxation, &allowed, &root, incumbent.cutoff());
+    let mut kept = within_reach(whole, &relaxation, &allowed, &root, incumbent.cutoff());
+    for &item in incumbent.choice() {
+        kept[item as usize] = true;
+    }
     let core = whole.restricted(|item| kept[item]);
     let Some(mut incumbent) = incumbent.moved(whole, &core) else {
-        // Every item of some group costs more than the incumbent: it is proven.
+        // Some group has no item that any choice inside the limits could hold.
         return Found {
-            best: incumbent.original(whole),
-            lower_bound: incumbent.cutoff(),
+            best: None,
+            lower_bound: f64::INFINITY,
             exhausted: true,
             nodes: 1,
         };

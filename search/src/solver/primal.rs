@@ -13,7 +13,10 @@ const MOST_PAIRED_ITEMS: usize = 4096;
 pub(super) struct Incumbent {
     best: Option<(Vec<u32>, f64)>,
     relative_gap: f64,
+    /// What every choice costs less than.
     ceiling: f64,
+    /// Differences below this are rounding.
+    rounding: f64,
 }
 
 impl Incumbent {
@@ -25,23 +28,30 @@ impl Incumbent {
             ceiling += costs.clone().fold(f64::NEG_INFINITY, f64::max);
             scale += costs.fold(0.0_f64, |largest, cost| largest.max(cost.abs()));
         }
+        let scale = if scale > 0.0 { scale } else { 1.0 };
         Self {
             best: None,
             relative_gap,
-            ceiling: ceiling + 1e-6 * scale + f64::MIN_POSITIVE,
+            ceiling: ceiling + 1e-3 * scale,
+            rounding: 1e-12 * scale,
         }
     }
 
     /// A node whose bound reaches this holds nothing better that matters.
     pub(super) fn cutoff(&self) -> f64 {
         match &self.best {
-            Some((_, cost)) => cost - (self.relative_gap * cost.abs()).max(1e-12 * cost.abs()),
+            Some((_, cost)) => cost - (self.relative_gap * cost.abs()).max(self.rounding),
             None => self.ceiling,
         }
     }
 
     pub(super) fn cost(&self) -> f64 {
         self.best.as_ref().map_or(f64::INFINITY, |(_, cost)| *cost)
+    }
+
+    /// The best choice so far; empty when there is none.
+    pub(super) fn choice(&self) -> &[u32] {
+        self.best.as_ref().map_or(&[], |(choice, _)| choice)
     }
 
     pub(super) fn offer(&mut self, reduced: &Reduced, choice: &[u32], cost: f64, uses: &[f64]) {
@@ -59,32 +69,16 @@ impl Incumbent {
         self.best.as_ref().map(|(choice, _)| reduced.original(choice))
     }
 
-    /// The same incumbent among another set of items; none when one of its items, or a whole group, is gone.
+    /// The same incumbent among another set of items, which holds all of its own; none when a group is empty.
     pub(super) fn moved(&self, from: &Reduced, to: &Reduced) -> Option<Self> {
         if to.starts.windows(2).any(|bounds| bounds[0] == bounds[1]) {
             return None;
         }
         let best = match &self.best {
-            Some((choice, cost)) => {
-                // An item that the gap ruled out may still be the incumbent's own: then nothing better exists
-                // through it, and the search goes on with the incumbent's cost alone.
-                Some((to.position(&from.original(choice)), *cost))
-            }
+            Some((choice, cost)) => Some((to.position(&from.original(choice))?, *cost)),
             None => None,
         };
-        match best {
-            None => Some(Self {
-                best: None,
-                relative_gap: self.relative_gap,
-                ceiling: self.ceiling,
-            }),
-            Some((Some(choice), cost)) => Some(Self {
-                best: Some((choice, cost)),
-                relative_gap: self.relative_gap,
-                ceiling: self.ceiling,
-            }),
-            Some((None, _)) => None,
-        }
+        Some(Self { best, ..*self })
     }
 }
 

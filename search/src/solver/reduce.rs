@@ -2,7 +2,7 @@
 
 use super::{Item, Problem};
 
-/// Uses beyond a limit by less than this share of it are rounding, not excess.
+/// Uses beyond a limit by less than this are rounding, not excess; the larger of the limit and the largest use is 1.
 pub(super) const TOLERANCE: f64 = 1e-9;
 
 /// The items of each group that a node still allows: `[first, end)` in [`Reduced::items`].
@@ -159,13 +159,8 @@ impl Reduced {
     pub(super) fn fits(&self, uses: &[f64]) -> bool {
         uses.iter()
             .zip(&self.capacity)
-            .all(|(amount, capacity)| *amount <= capacity + slack(*capacity))
+            .all(|(amount, capacity)| *amount <= capacity + TOLERANCE)
     }
-}
-
-/// How much beyond a capacity is still rounding.
-pub(super) fn slack(capacity: f64) -> f64 {
-    TOLERANCE * capacity.abs()
 }
 
 /// What every item of a group uses of a limit at the least.

@@ -67,10 +67,11 @@ impl<'a> Relaxation<'a> {
                 .iter()
                 .fold(0.0_f64, |largest, item| largest.max(item.cost.abs()));
         }
+        let scale = if scale > 0.0 { scale } else { 1.0 };
         Self {
             reduced,
-            penalty: 1e5 * scale + 1.0,
-            scale: scale.max(f64::MIN_POSITIVE),
+            penalty: 1e5 * scale,
+            scale,
             work: 0,
         }
     }
