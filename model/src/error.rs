@@ -51,6 +51,12 @@ pub enum Error {
         /// As given.
         found: Vec<usize>,
     },
+    /// A computation that overflowed or was fed nonsense.
+    #[error("{what} is not finite; the weights or the learning rate are out of range")]
+    NotFinite {
+        /// Which quantity.
+        what: String,
+    },
     /// A request that the model's shape cannot serve.
     #[error("{what} is {value}, expected {expected}")]
     OutOfRange {

@@ -1,0 +1,197 @@
+//! The order of every prunable axis, and the sorted model that computes the same function.
+//!
+//! After sorting, every variant is a prefix: the first KV groups with their query heads, the first MLP
+//! channels. Head dimensions, and so RoPE, are never permuted.
+
+use std::path::Path;
+
+use espalier_arch::{Attention, BlockShape, Role};
+use serde::{Deserialize, Serialize};
+
+use crate::files;
+use crate::importance::Importance;
+use crate::ops::Operations;
+use crate::{BlockWeights, Error, Model, Result, Tensor};
+
+/// The order of one block's prunable axis: entry `i` is the parent's index of what comes `i`-th.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum BlockPermutation {
+    /// KV groups, with their query heads.
+    Attention {
+        /// The most important first.
+        groups: Vec<usize>,
+    },
+    /// Intermediate channels.
+    Mlp {
+        /// The most important first.
+        channels: Vec<usize>,
+    },
+}
+
+/// The order of every block's prunable axis.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Permutation {
+    /// One for each block of the parent.
+    pub blocks: Vec<BlockPermutation>,
+}
+
+impl Permutation {
+    /// Orders every axis of `model` by importance, the most important first.
+    ///
+    /// # Errors
+    /// When the importance was measured on a model of another shape.
+    pub fn from_importance(
+        importance: &Importance,
+        model: &Model,
+        operations: &dyn Operations,
+    ) -> Result<Self> {
+        importance.order(model, operations).map(|blocks| Self { blocks })
+    }
+
+    /// The sorted model: new storage for what was permuted, shared storage for the rest.
+    ///
+    /// # Errors
+    /// When this is not a permutation of the model's axes.
+    pub fn apply(&self, model: &Model, operations: &dyn Operations) -> Result<Model> {
+        self.check(model)?;
+        let mut sorted = model.clone();
+        let shapes = model.architecture.blocks.iter().map(|block| &block.shape);
+        for ((weights, shape), permutation) in sorted.blocks.iter_mut().zip(shapes).zip(&self.blocks) {
+            *weights = permutation.apply(shape, weights, operations)?;
+        }
+        Ok(sorted)
+    }
+
+    /// Writes it as JSON, whole or not at all.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        files::write_json(path, self)
+    }
+
+    /// Reads what [`Permutation::save`] wrote.
+    ///
+    /// # Errors
+    /// When the file cannot be read or is not a permutation.
+    pub fn load(path: &Path) -> Result<Self> {
+        files::read_json(path)
+    }
+
+    fn check(&self, model: &Model) -> Result<()> {
+        let blocks = &model.architecture.blocks;
+        if blocks.len() != self.blocks.len() {
+            return Err(mismatch(
+                format!("{} blocks", blocks.len()),
+                format!("{} blocks", self.blocks.len()),
+            ));
+        }
+        for (index, (block, permutation)) in blocks.iter().zip(&self.blocks).enumerate() {
+            let (order, length) = match (permutation, &block.shape) {
+                (BlockPermutation::Attention { groups }, BlockShape::Attention(shape)) => {
+                    (groups, shape.kv_groups)
+                }
+                (BlockPermutation::Mlp { channels }, BlockShape::Mlp(shape)) => (channels, shape.channels),
+                (_, shape) => {
+                    return Err(mismatch(
+                        format!("an order for block {index}, {:?}", shape.kind()),
+                        "one for another kind".to_owned(),
+                    ));
+                }
+            };
+            let mut seen = order.clone();
+            seen.sort_unstable();
+            if seen.len() != length || seen.iter().enumerate().any(|(place, value)| place != *value) {
+                return Err(mismatch(
+                    format!("each of 0 to {} once for block {index}", length.saturating_sub(1)),
+                    format!("{} entries that are not", order.len()),
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn mismatch(expected: String, found: String) -> Error {
+    Error::Shape {
+        operation: "permutation",
+        expected,
+        found,
+    }
+}
+
+impl BlockPermutation {
+    fn apply(
+        &self,
+        shape: &BlockShape,
+        weights: &BlockWeights,
+        operations: &dyn Operations,
+    ) -> Result<BlockWeights> {
+        match (self, shape) {
+            (Self::Attention { groups }, BlockShape::Attention(shape)) => {
+                sort_attention(groups, shape, weights, operations)
+            }
+            (Self::Mlp { channels }, BlockShape::Mlp(_)) => weights.map(&mut |role, tensor| match role {
+                Role::Gate | Role::Up => gather_rows(operations, tensor, channels),
+                Role::Down | Role::GateBias | Role::UpBias => gather_columns(operations, tensor, channels),
+                _ => Ok(tensor.clone()),
+            }),
+            (_, shape) => Err(Error::BlockKind {
+                expected: weights.kind(),
+                found: shape.kind(),
+            }),
+        }
+    }
+}
+
+fn sort_attention(
+    groups: &[usize],
+    shape: &Attention,
+    weights: &BlockWeights,
+    operations: &dyn Operations,
+) -> Result<BlockWeights> {
+    let expand = |width: usize| -> Vec<usize> {
+        groups
+            .iter()
+            .flat_map(|group| group * width..(group + 1) * width)
+            .collect()
+    };
+    let queries = expand(shape.queries_per_group * shape.head_dim);
+    let keys = expand(shape.head_dim);
+    weights.map(&mut |role, tensor| match role {
+        Role::Query => gather_rows(operations, tensor, &queries),
+        Role::Key | Role::Value => gather_rows(operations, tensor, &keys),
+        Role::Output | Role::QueryBias => gather_columns(operations, tensor, &queries),
+        Role::KeyBias | Role::ValueBias => gather_columns(operations, tensor, &keys),
+        _ => Ok(tensor.clone()),
+    })
+}
+
+fn gather_rows(operations: &dyn Operations, tensor: &Tensor, order: &[usize]) -> Result<Tensor> {
+    let data = operations.download(tensor)?;
+    let columns = tensor.columns();
+    let mut sorted = Vec::with_capacity(data.len());
+    for row in order {
+        let row = data.get(row * columns..(row + 1) * columns);
+        sorted.extend_from_slice(
+            row.ok_or_else(|| mismatch(format!("rows below {}", tensor.rows()), "more".to_owned()))?,
+        );
+    }
+    operations.upload(&sorted, order.len(), columns)
+}
+
+fn gather_columns(operations: &dyn Operations, tensor: &Tensor, order: &[usize]) -> Result<Tensor> {
+    let data = operations.download(tensor)?;
+    let mut sorted = Vec::with_capacity(data.len());
+    for row in data.chunks(tensor.columns().max(1)) {
+        for column in order {
+            let value = row.get(*column);
+            sorted.push(*value.ok_or_else(|| {
+                mismatch(format!("columns below {}", tensor.columns()), format!("{column}"))
+            })?);
+        }
+    }
+    operations.upload(&sorted, tensor.rows(), order.len())
+}

@@ -1,0 +1,238 @@
+//! Exact f32 weights in a safetensors file of our own: what training saves and goes on from.
+//!
+//! Parents in any encoding are `checkpoint`'s affair; directories for others to load are `export`'s.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use espalier_arch::Architecture;
+use safetensors::{Dtype, View};
+use serde_json::Value;
+
+use super::Model;
+use crate::files;
+use crate::ops::Operations;
+use crate::{Error, Result, Tensor};
+
+/// Longest header that is believed.
+const MAX_HEADER_BYTES: u64 = 100 << 20;
+/// The one key of our metadata (a map with several would be written in no fixed order).
+const METADATA_KEY: &str = "espalier";
+
+/// One tensor on its way to a file, brought to the host only when its turn comes.
+struct Outgoing<'a> {
+    tensor: &'a Tensor,
+    operations: &'a dyn Operations,
+    shape: Vec<usize>,
+}
+
+impl View for Outgoing<'_> {
+    fn dtype(&self) -> Dtype {
+        Dtype::F32
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        // A device that fails here gives too few bytes, which the caller's length check reports.
+        let values = self.operations.download(self.tensor).unwrap_or_default();
+        Cow::Owned(values.into_iter().flat_map(f32::to_le_bytes).collect())
+    }
+
+    fn data_len(&self) -> usize {
+        self.tensor.len() * size_of::<f32>()
+    }
+}
+
+/// Writes tensors under their names with one text of metadata, whole or not at all.
+pub(crate) fn save_tensors(
+    path: &Path,
+    tensors: &[(String, &Tensor)],
+    metadata: &Value,
+    operations: &dyn Operations,
+) -> Result<()> {
+    let outgoing = tensors.iter().map(|(name, tensor)| {
+        let shape = vec![tensor.rows(), tensor.columns()];
+        (
+            name.clone(),
+            Outgoing {
+                tensor,
+                operations,
+                shape,
+            },
+        )
+    });
+    let metadata = HashMap::from([(METADATA_KEY.to_owned(), metadata.to_string())]);
+    files::write_atomically(path, |partial| {
+        safetensors::serialize_to_file(outgoing, Some(metadata), partial)
+            .map_err(|error| damaged(path, error))?;
+        // Opening checks that every byte the header promises is there.
+        TensorFile::open(partial).map(drop)
+    })
+}
+
+fn damaged(path: &Path, reason: impl ToString) -> Error {
+    Error::Damaged {
+        path: path.to_path_buf(),
+        reason: reason.to_string(),
+    }
+}
+
+/// A file that [`save_tensors`] wrote, read by position so that a cut file is an error and not a fault.
+pub(crate) struct TensorFile {
+    path: PathBuf,
+    file: File,
+    entries: BTreeMap<String, (u64, Vec<usize>)>,
+    pub(crate) metadata: Value,
+}
+
+impl TensorFile {
+    pub(crate) fn open(path: &Path) -> Result<Self> {
+        let io = |source| Error::Io {
+            path: path.to_path_buf(),
+            source,
+        };
+        let file = File::open(path).map_err(io)?;
+        let bytes = file.metadata().map_err(io)?.len();
+        let mut length = [0; 8];
+        file.read_exact_at(&mut length, 0).map_err(io)?;
+        let header_bytes = u64::from_le_bytes(length);
+        if header_bytes > MAX_HEADER_BYTES || header_bytes + 8 > bytes {
+            return Err(damaged(
+                path,
+                format!("a header of {header_bytes} bytes, expected a safetensors file"),
+            ));
+        }
+        let mut header = vec![0; usize::try_from(header_bytes).unwrap_or(usize::MAX)];
+        file.read_exact_at(&mut header, 8).map_err(io)?;
+        let header: BTreeMap<String, Value> =
+            serde_json::from_slice(&header).map_err(|error| damaged(path, error))?;
+        let mut entries = BTreeMap::new();
+        let mut metadata = Value::Null;
+        for (name, entry) in header {
+            if name == "__metadata__" {
+                let text = entry.get(METADATA_KEY).and_then(Value::as_str).unwrap_or("null");
+                metadata = serde_json::from_str(text).map_err(|error| damaged(path, error))?;
+                continue;
+            }
+            let parsed = parse_entry(&entry, header_bytes + 8)
+                .filter(|(offset, shape)| end_of(*offset, shape).is_some_and(|end| end <= bytes));
+            let parsed = parsed.ok_or_else(|| {
+                damaged(
+                    path,
+                    format!("tensor {name}: expected f32 within the file's {bytes} bytes"),
+                )
+            })?;
+            entries.insert(name, parsed);
+        }
+        Ok(Self {
+            path: path.to_path_buf(),
+            file,
+            entries,
+            metadata,
+        })
+    }
+
+    /// The tensor `name`, which must have this shape.
+    pub(crate) fn read(
+        &self,
+        name: &str,
+        rows: usize,
+        columns: usize,
+        operations: &dyn Operations,
+    ) -> Result<Tensor> {
+        let missing = || damaged(&self.path, format!("tensor {name} is missing"));
+        let (offset, shape) = self.entries.get(name).ok_or_else(missing)?;
+        if *shape != [rows, columns] {
+            return Err(Error::TensorShape {
+                name: name.to_owned(),
+                expected: vec![rows, columns],
+                found: shape.clone(),
+            });
+        }
+        let mut bytes = vec![0; rows * columns * size_of::<f32>()];
+        self.file
+            .read_exact_at(&mut bytes, *offset)
+            .map_err(|source| Error::Io {
+                path: self.path.clone(),
+                source,
+            })?;
+        let values: Vec<f32> = bytes
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .map(|chunk| f32::from_le_bytes(*chunk))
+            .collect();
+        drop(bytes);
+        operations.upload(&values, rows, columns)
+    }
+
+    /// A model of this shape whose tensors are stored as `prefix` and the checkpoint's name.
+    pub(crate) fn model(
+        &self,
+        prefix: &str,
+        architecture: &Architecture,
+        operations: &dyn Operations,
+    ) -> Result<Model> {
+        Model::from_tensors(architecture, |spec| {
+            let (rows, columns) = super::tensors::matrix_shape(&spec.shape);
+            self.read(&format!("{prefix}{}", spec.name), rows, columns, operations)
+        })
+    }
+
+    /// What of the metadata lies under `key`.
+    pub(crate) fn field<T: serde::de::DeserializeOwned>(&self, key: &str) -> Result<T> {
+        let value = self.metadata.get(key).cloned().unwrap_or(Value::Null);
+        serde_json::from_value(value).map_err(|error| damaged(&self.path, format!("metadata {key}: {error}")))
+    }
+}
+
+fn parse_entry(entry: &Value, data_start: u64) -> Option<(u64, Vec<usize>)> {
+    if entry.get("dtype")?.as_str()? != "F32" {
+        return None;
+    }
+    let axes = entry.get("shape")?.as_array()?.iter();
+    let shape: Option<Vec<usize>> = axes
+        .map(|axis| axis.as_u64().and_then(|axis| axis.try_into().ok()))
+        .collect();
+    let offset = entry.get("data_offsets")?.get(0)?.as_u64()?;
+    Some((data_start.checked_add(offset)?, shape?))
+}
+
+fn end_of(offset: u64, shape: &[usize]) -> Option<u64> {
+    let elements = shape
+        .iter()
+        .try_fold(1_u64, |product, axis| product.checked_mul(*axis as u64))?;
+    offset.checked_add(elements.checked_mul(size_of::<f32>() as u64)?)
+}
+
+impl Model {
+    /// Writes the weights, exact to the bit, with the architecture beside them; whole or not at all.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn save(&self, path: &Path, operations: &dyn Operations) -> Result<()> {
+        let tensors: Vec<(String, &Tensor)> = self
+            .named_tensors()
+            .into_iter()
+            .map(|(spec, tensor)| (spec.name, tensor))
+            .collect();
+        let metadata = serde_json::json!({ "architecture": self.architecture });
+        save_tensors(path, &tensors, &metadata, operations)
+    }
+
+    /// Reads what [`Model::save`] wrote.
+    ///
+    /// # Errors
+    /// When the file cannot be read, is cut, or holds another shape than it says.
+    pub fn load(path: &Path, operations: &dyn Operations) -> Result<Self> {
+        let file = TensorFile::open(path)?;
+        let architecture: Architecture = file.field("architecture")?;
+        file.model("", &architecture, operations)
+    }
+}

@@ -1,0 +1,308 @@
+//! Walking over a model's tensors, and building a model tensor by tensor, always in the order of
+//! [`Architecture::tensors`], so that gradients, moments, files and counting agree without names.
+
+use espalier_arch::{Architecture, BlockKind, BlockShape, Role, TensorSpec};
+
+use super::{AttentionWeights, BlockWeights, MlpWeights, Model};
+use crate::ops::Operations;
+use crate::{Error, Result, Tensor};
+
+/// Standard deviation of random matrices, that of most families' initialisers.
+const RANDOM_DEVIATION: f32 = 0.02;
+
+impl AttentionWeights {
+    fn parts(&self) -> Vec<(Role, Option<&Tensor>)> {
+        vec![
+            (Role::Norm, Some(&self.norm)),
+            (Role::Query, Some(&self.query)),
+            (Role::Key, Some(&self.key)),
+            (Role::Value, Some(&self.value)),
+            (Role::Output, Some(&self.output)),
+            (Role::QueryBias, self.query_bias.as_ref()),
+            (Role::KeyBias, self.key_bias.as_ref()),
+            (Role::ValueBias, self.value_bias.as_ref()),
+            (Role::OutputBias, self.output_bias.as_ref()),
+            (Role::QueryNorm, self.query_norm.as_ref()),
+            (Role::KeyNorm, self.key_norm.as_ref()),
+        ]
+    }
+
+    fn parts_mut(&mut self) -> Vec<Option<&mut Tensor>> {
+        vec![
+            Some(&mut self.norm),
+            Some(&mut self.query),
+            Some(&mut self.key),
+            Some(&mut self.value),
+            Some(&mut self.output),
+            self.query_bias.as_mut(),
+            self.key_bias.as_mut(),
+            self.value_bias.as_mut(),
+            self.output_bias.as_mut(),
+            self.query_norm.as_mut(),
+            self.key_norm.as_mut(),
+        ]
+    }
+}
+
+impl MlpWeights {
+    fn parts(&self) -> Vec<(Role, Option<&Tensor>)> {
+        vec![
+            (Role::Norm, Some(&self.norm)),
+            (Role::Gate, self.gate.as_ref()),
+            (Role::Up, Some(&self.up)),
+            (Role::Down, Some(&self.down)),
+            (Role::GateBias, self.gate_bias.as_ref()),
+            (Role::UpBias, self.up_bias.as_ref()),
+            (Role::DownBias, self.down_bias.as_ref()),
+        ]
+    }
+
+    fn parts_mut(&mut self) -> Vec<Option<&mut Tensor>> {
+        vec![
+            Some(&mut self.norm),
+            self.gate.as_mut(),
+            Some(&mut self.up),
+            Some(&mut self.down),
+            self.gate_bias.as_mut(),
+            self.up_bias.as_mut(),
+            self.down_bias.as_mut(),
+        ]
+    }
+}
+
+impl BlockWeights {
+    /// What the block computes.
+    pub fn kind(&self) -> BlockKind {
+        match self {
+            Self::Attention(_) => BlockKind::Attention,
+            Self::Mlp(_) => BlockKind::Mlp,
+        }
+    }
+
+    /// The block's tensors with what they are for, in checkpoint order.
+    pub fn tensors(&self) -> Vec<(Role, &Tensor)> {
+        let parts = match self {
+            Self::Attention(weights) => weights.parts(),
+            Self::Mlp(weights) => weights.parts(),
+        };
+        parts
+            .into_iter()
+            .filter_map(|(role, tensor)| tensor.map(|tensor| (role, tensor)))
+            .collect()
+    }
+
+    /// As [`BlockWeights::tensors`], to write.
+    pub fn tensors_mut(&mut self) -> Vec<&mut Tensor> {
+        let parts = match self {
+            Self::Attention(weights) => weights.parts_mut(),
+            Self::Mlp(weights) => weights.parts_mut(),
+        };
+        parts.into_iter().flatten().collect()
+    }
+
+    /// The same block with every tensor replaced by what `change` makes of it.
+    ///
+    /// # Errors
+    /// Those of `change`.
+    pub fn map(&self, change: &mut dyn FnMut(Role, &Tensor) -> Result<Tensor>) -> Result<Self> {
+        let mut copy = self.clone();
+        let roles: Vec<Role> = self.tensors().into_iter().map(|(role, _)| role).collect();
+        for (tensor, role) in copy.tensors_mut().into_iter().zip(roles) {
+            *tensor = change(role, tensor)?;
+        }
+        Ok(copy)
+    }
+
+    /// Weights of `shape`, each tensor as `make` gives it.
+    ///
+    /// # Errors
+    /// When the kind of block cannot be run yet, and those of `make`.
+    fn build(
+        shape: &BlockShape,
+        hidden: usize,
+        mut make: impl FnMut(Role) -> Result<Tensor>,
+    ) -> Result<Self> {
+        let roles: Vec<Role> = shape.parts(hidden).into_iter().map(|part| part.role).collect();
+        let mut optional = |role: Role| roles.contains(&role).then(|| make(role)).transpose();
+        let missing = |role: Role| Error::MissingTensor { role };
+        match shape {
+            BlockShape::Attention(_) => Ok(Self::Attention(AttentionWeights {
+                norm: optional(Role::Norm)?.ok_or_else(|| missing(Role::Norm))?,
+                query: optional(Role::Query)?.ok_or_else(|| missing(Role::Query))?,
+                key: optional(Role::Key)?.ok_or_else(|| missing(Role::Key))?,
+                value: optional(Role::Value)?.ok_or_else(|| missing(Role::Value))?,
+                output: optional(Role::Output)?.ok_or_else(|| missing(Role::Output))?,
+                query_bias: optional(Role::QueryBias)?,
+                key_bias: optional(Role::KeyBias)?,
+                value_bias: optional(Role::ValueBias)?,
+                output_bias: optional(Role::OutputBias)?,
+                query_norm: optional(Role::QueryNorm)?,
+                key_norm: optional(Role::KeyNorm)?,
+            })),
+            BlockShape::Mlp(_) => Ok(Self::Mlp(MlpWeights {
+                norm: optional(Role::Norm)?.ok_or_else(|| missing(Role::Norm))?,
+                gate: optional(Role::Gate)?,
+                up: optional(Role::Up)?.ok_or_else(|| missing(Role::Up))?,
+                down: optional(Role::Down)?.ok_or_else(|| missing(Role::Down))?,
+                gate_bias: optional(Role::GateBias)?,
+                up_bias: optional(Role::UpBias)?,
+                down_bias: optional(Role::DownBias)?,
+            })),
+            BlockShape::Mamba2(_) | BlockShape::Moe(_) => Err(Error::UnsupportedBlock { kind: shape.kind() }),
+        }
+    }
+}
+
+impl Model {
+    /// The model whose tensors are what `tensor` gives for each of [`Architecture::tensors`], in that order.
+    /// A matrix is `(out, in)`, a vector `(1, n)`.
+    ///
+    /// # Errors
+    /// When a block is of a kind that cannot be run yet, a tensor has another shape than its
+    /// specification, and those of `tensor`.
+    pub fn from_tensors(
+        architecture: &Architecture,
+        mut tensor: impl FnMut(&TensorSpec) -> Result<Tensor>,
+    ) -> Result<Self> {
+        for block in &architecture.blocks {
+            if !matches!(block.shape, BlockShape::Attention(_) | BlockShape::Mlp(_)) {
+                return Err(Error::UnsupportedBlock {
+                    kind: block.shape.kind(),
+                });
+            }
+        }
+        let mut outside = [None, None, None];
+        let mut inside: Vec<Vec<(Role, Tensor)>> = vec![Vec::new(); architecture.blocks.len()];
+        for spec in architecture.tensors() {
+            let made = checked(&spec, tensor(&spec)?)?;
+            let [embedding, final_norm, head] = &mut outside;
+            match (spec.block, spec.role) {
+                (_, Role::Embedding) => *embedding = Some(made),
+                (_, Role::FinalNorm) => *final_norm = Some(made),
+                (_, Role::Head) => *head = Some(made),
+                (Some(block), role) => {
+                    if let Some(parts) = inside.get_mut(block) {
+                        parts.push((role, made));
+                    }
+                }
+                (None, _) => {}
+            }
+        }
+        let missing = |role| Error::MissingTensor { role };
+        let mut blocks = Vec::with_capacity(inside.len());
+        for (block, parts) in architecture.blocks.iter().zip(inside) {
+            blocks.push(BlockWeights::build(&block.shape, architecture.hidden, |role| {
+                let part = parts.iter().find(|(held, _)| *held == role);
+                part.map(|(_, tensor)| tensor.clone())
+                    .ok_or_else(|| missing(role))
+            })?);
+        }
+        let [embedding, final_norm, head] = outside;
+        Ok(Self {
+            architecture: architecture.clone(),
+            embedding: embedding.ok_or_else(|| missing(Role::Embedding))?,
+            blocks,
+            final_norm: final_norm.ok_or_else(|| missing(Role::FinalNorm))?,
+            head,
+        })
+    }
+
+    /// A model of this shape with small random matrices (uniform, standard deviation 0.02), ones for norms
+    /// and zeros for biases: for measuring speed and for tests. The same seed gives the same weights.
+    ///
+    /// # Errors
+    /// When a block is of a kind that cannot be run yet.
+    pub fn random(architecture: &Architecture, seed: u64, operations: &dyn Operations) -> Result<Self> {
+        let mut generator = SplitMix64(seed);
+        Self::from_tensors(architecture, |spec| {
+            let (rows, columns) = matrix_shape(&spec.shape);
+            let mut data = vec![if is_norm(spec.role) { 1.0 } else { 0.0 }; rows * columns];
+            if spec.shape.len() > 1 {
+                let reach = RANDOM_DEVIATION * 3.0_f32.sqrt();
+                data.iter_mut()
+                    .for_each(|value| *value = reach * generator.symmetric());
+            }
+            operations.upload(&data, rows, columns)
+        })
+    }
+
+    /// Every tensor with what it is for, in the order of [`Architecture::tensors`].
+    pub fn tensors(&self) -> Vec<(Role, &Tensor)> {
+        let mut tensors = vec![(Role::Embedding, &self.embedding)];
+        tensors.extend(self.blocks.iter().flat_map(BlockWeights::tensors));
+        tensors.push((Role::FinalNorm, &self.final_norm));
+        tensors.extend(self.head.as_ref().map(|head| (Role::Head, head)));
+        tensors
+    }
+
+    /// Every tensor beside its checkpoint name and shape.
+    pub fn named_tensors(&self) -> Vec<(TensorSpec, &Tensor)> {
+        let tensors = self.tensors().into_iter().map(|(_, tensor)| tensor);
+        self.architecture.tensors().into_iter().zip(tensors).collect()
+    }
+
+    /// Every tensor to write, in the order of [`Architecture::tensors`].
+    pub fn tensors_mut(&mut self) -> Vec<&mut Tensor> {
+        let mut tensors = vec![&mut self.embedding];
+        tensors.extend(self.blocks.iter_mut().flat_map(BlockWeights::tensors_mut));
+        tensors.push(&mut self.final_norm);
+        tensors.extend(self.head.as_mut());
+        tensors
+    }
+
+    /// The same shape with every tensor replaced by what `change` makes of it.
+    pub(super) fn map(&self, change: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        let mut copy = self.clone();
+        for tensor in copy.tensors_mut() {
+            *tensor = change(tensor)?;
+        }
+        Ok(copy)
+    }
+}
+
+fn is_norm(role: Role) -> bool {
+    matches!(
+        role,
+        Role::Norm | Role::FinalNorm | Role::QueryNorm | Role::KeyNorm
+    )
+}
+
+/// Rows and columns of a handle for a tensor of this shape: a vector is one row.
+pub(super) fn matrix_shape(shape: &[usize]) -> (usize, usize) {
+    match shape {
+        [] => (1, 1),
+        [columns] => (1, *columns),
+        [rows, rest @ ..] => (*rows, rest.iter().product()),
+    }
+}
+
+fn checked(spec: &TensorSpec, tensor: Tensor) -> Result<Tensor> {
+    let (rows, columns) = matrix_shape(&spec.shape);
+    if (tensor.rows(), tensor.columns()) == (rows, columns) {
+        return Ok(tensor);
+    }
+    Err(Error::TensorShape {
+        name: spec.name.clone(),
+        expected: spec.shape.clone(),
+        found: vec![tensor.rows(), tensor.columns()],
+    })
+}
+
+/// Steele, Lea and Flood's SplitMix64: small, fast and the same everywhere.
+struct SplitMix64(u64);
+
+impl SplitMix64 {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// Uniform in [-1, 1), from the upper 24 bits, which an f32 holds exactly.
+    fn symmetric(&mut self) -> f32 {
+        #[allow(clippy::cast_precision_loss)] // 24 bits fit
+        let unit = (self.next() >> 40) as f32;
+        unit.mul_add(2.0 / 16_777_216.0, -1.0)
+    }
+}
