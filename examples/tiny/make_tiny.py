@@ -4,7 +4,7 @@
     pip install torch transformers tokenizers safetensors
     python make_tiny.py [OUTPUT_DIRECTORY]
 
-One CPU thread is enough; it takes some minutes. The model must really have learnt, so that pruning
+One CPU thread is enough; it takes about five minutes. The model must really have learnt, so that pruning
 hurts and recovery helps: the script prints the held-out loss beside the unigram entropy, and fails
 unless the loss is well below it.
 """
