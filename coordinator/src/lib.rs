@@ -5,11 +5,14 @@
 //! to the [`journal`] before anybody is told. Which stage comes next is the planner's business and what an
 //! outcome looks like the report's; both run off the loop. No tensor code lives here.
 
+pub mod client;
 mod error;
 pub mod journal;
 pub mod pipeline;
 pub mod report;
 pub mod scheduler;
+pub mod service;
 pub mod spec;
 
 pub use error::{Error, Result};
+pub use service::{Coordinator, CoordinatorOptions, Handle};

@@ -69,7 +69,9 @@ pub fn decode(bytes: &[u8]) -> Result<Frame<'_>, Tail> {
     ) else {
         return Err(Tail::Torn);
     };
-    let sound = header.get(..20).is_some_and(|fields| crc32c::crc32c(fields) == header_checksum);
+    let sound = header
+        .get(..20)
+        .is_some_and(|fields| crc32c::crc32c(fields) == header_checksum);
     if !sound {
         return Err(Tail::Damaged("the header's checksum is wrong".to_owned()));
     }
@@ -86,7 +88,12 @@ pub fn decode(bytes: &[u8]) -> Result<Frame<'_>, Tail> {
             Tail::Damaged("the payload's checksum is wrong".to_owned())
         });
     }
-    Ok(Frame { sequence, version, payload, bytes: HEADER_BYTES.saturating_add(length) })
+    Ok(Frame {
+        sequence,
+        version,
+        payload,
+        bytes: HEADER_BYTES.saturating_add(length),
+    })
 }
 
 fn read_u32(bytes: &[u8], at: usize) -> Option<u32> {

@@ -29,7 +29,11 @@ pub fn list(directory: &Path) -> Result<Vec<(u64, PathBuf)>, Error> {
     for entry in entries {
         let path = entry.map_err(io_error("list", directory))?.path();
         let first = path.file_name().and_then(|name| {
-            name.to_str()?.strip_prefix("journal-")?.strip_suffix(".log")?.parse::<u64>().ok()
+            name.to_str()?
+                .strip_prefix("journal-")?
+                .strip_suffix(".log")?
+                .parse::<u64>()
+                .ok()
         });
         if let Some(first) = first {
             segments.push((first, path));
@@ -40,16 +44,21 @@ pub fn list(directory: &Path) -> Result<Vec<(u64, PathBuf)>, Error> {
 }
 
 /// Reads every frame in order, cutting nothing yet.
-pub fn read(
-    directory: &Path,
-    visit: &mut dyn FnMut(&[u8]) -> Result<(), String>,
-) -> Result<End, Error> {
+pub fn read(directory: &Path, visit: &mut dyn FnMut(&[u8]) -> Result<(), String>) -> Result<End, Error> {
     let segments = list(directory)?;
-    let mut end = End { last: None, length: 0, next: 1 };
+    let mut end = End {
+        last: None,
+        length: 0,
+        next: 1,
+    };
     for (index, (first, path)) in segments.iter().enumerate() {
         if *first != end.next {
             let what = format!("frames {} to {} are missing before it", end.next, first);
-            return Err(Error::Damaged { path: path.clone(), offset: 0, what });
+            return Err(Error::Damaged {
+                path: path.clone(),
+                offset: 0,
+                what,
+            });
         }
         let is_last = index.saturating_add(1) == segments.len();
         let bytes = fs::read(path).map_err(io_error("read", path))?;
@@ -70,7 +79,11 @@ fn read_segment(
     let mut at = 0;
     loop {
         let offset = u64::try_from(at).unwrap_or(u64::MAX);
-        let damaged = |what: String| Error::Damaged { path: path.to_owned(), offset, what };
+        let damaged = |what: String| Error::Damaged {
+            path: path.to_owned(),
+            offset,
+            what,
+        };
         let frame = match frame::decode(bytes.get(at..).unwrap_or_default()) {
             Ok(frame) => frame,
             Err(Tail::Clean) => return Ok(offset),
@@ -87,7 +100,10 @@ fn read_segment(
             });
         }
         if frame.sequence != *next {
-            return Err(damaged(format!("frame {} stands where {next} should", frame.sequence)));
+            return Err(damaged(format!(
+                "frame {} stands where {next} should",
+                frame.sequence
+            )));
         }
         visit(frame.payload).map_err(|what| damaged(format!("the events do not parse: {what}")))?;
         *next = next.saturating_add(1);

@@ -63,7 +63,11 @@ fn a_tail_cut_at_any_byte_of_the_last_frame_is_dropped_and_the_journal_goes_on()
         journal.append(&["third"]).unwrap();
         journal.commit().unwrap();
         drop(journal);
-        assert_eq!(open(directory.path()).unwrap().1, ["first", "third"], "cut at {length}");
+        assert_eq!(
+            open(directory.path()).unwrap().1,
+            ["first", "third"],
+            "cut at {length}"
+        );
     }
 }
 
@@ -78,7 +82,9 @@ fn any_flipped_bit_is_refused_with_the_place_and_the_remedy() {
             flipped[at] ^= 1 << bit;
             fs::write(&path, &flipped).unwrap();
             let error = open(directory.path()).expect_err("a flipped bit was read");
-            let Error::Damaged { offset, .. } = &error else { panic!("{at}: {error}") };
+            let Error::Damaged { offset, .. } = &error else {
+                panic!("{at}: {error}")
+            };
             let remedy = format!("truncate -s {offset} ");
             assert!(error.to_string().contains(&remedy), "{error}");
         }
@@ -93,7 +99,9 @@ fn the_remedy_of_a_damaged_journal_works() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     fs::write(&path, &bytes).unwrap();
-    let Err(Error::Damaged { offset, .. }) = open(directory.path()) else { panic!("was read") };
+    let Err(Error::Damaged { offset, .. }) = open(directory.path()) else {
+        panic!("was read")
+    };
     bytes.truncate(usize::try_from(offset).unwrap());
     fs::write(&path, &bytes).unwrap();
     assert_eq!(open(directory.path()).unwrap().1, ["first"]);
@@ -120,8 +128,7 @@ fn sixty_four_zeroed_bytes_anywhere_never_panic_nor_invent_events() {
 fn segments_follow_each_other_and_a_missing_one_is_noticed() {
     let directory = tempfile::tempdir().unwrap();
     let options = Options { segment_bytes: 60 };
-    let mut journal =
-        Journal::open(directory.path(), options, &mut |_: String| panic!("empty")).unwrap();
+    let mut journal = Journal::open(directory.path(), options, &mut |_: String| panic!("empty")).unwrap();
     let events: Vec<String> = (0..20).map(|number| format!("event {number}")).collect();
     for event in &events {
         journal.append(&[event]).unwrap();
@@ -129,8 +136,10 @@ fn segments_follow_each_other_and_a_missing_one_is_noticed() {
     }
     drop(journal);
     assert_eq!(open(directory.path()).unwrap().1, events);
-    let mut segments: Vec<PathBuf> =
-        fs::read_dir(directory.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let mut segments: Vec<PathBuf> = fs::read_dir(directory.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
     segments.sort();
     assert!(segments.len() > 5);
     fs::remove_file(&segments[2]).unwrap();
@@ -146,12 +155,17 @@ fn a_newer_schema_is_refused_by_its_number() {
     let checksum = crc32c::crc32c(&bytes[..20]);
     bytes[20..24].copy_from_slice(&checksum.to_le_bytes());
     fs::write(&path, &bytes).unwrap();
-    assert!(matches!(open(directory.path()), Err(Error::TooNew { found: 9, .. })));
+    assert!(matches!(
+        open(directory.path()),
+        Err(Error::TooNew { found: 9, .. })
+    ));
 }
 
 #[test]
 fn a_full_disk_keeps_nothing_of_the_batch_and_the_journal_goes_on() {
-    let Ok(mut full) = fs::OpenOptions::new().write(true).open("/dev/full") else { return };
+    let Ok(mut full) = fs::OpenOptions::new().write(true).open("/dev/full") else {
+        return;
+    };
     let refused = std::io::Write::write_all(&mut full, b"x").and_then(|()| full.sync_data());
     let directory = tempfile::tempdir().unwrap();
     let (mut journal, _) = open(directory.path()).unwrap();

@@ -18,7 +18,9 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { segment_bytes: 64 << 20 }
+        Self {
+            segment_bytes: 64 << 20,
+        }
     }
 }
 
@@ -56,12 +58,13 @@ impl Journal {
     ) -> Result<Self, Error> {
         fs::create_dir_all(directory).map_err(io_error("create", directory))?;
         let end = segment::read(directory, &mut |payload| {
-            let events: Vec<E> =
-                serde_json::from_slice(payload).map_err(|error| error.to_string())?;
+            let events: Vec<E> = serde_json::from_slice(payload).map_err(|error| error.to_string())?;
             events.into_iter().for_each(&mut *visit);
             Ok(())
         })?;
-        let path = end.last.unwrap_or_else(|| directory.join(segment::name(end.next)));
+        let path = end
+            .last
+            .unwrap_or_else(|| directory.join(segment::name(end.next)));
         let mut file = OpenOptions::new()
             .create(true)
             .truncate(false)
@@ -98,8 +101,10 @@ impl Journal {
             path: self.path.clone(),
             source: source.into(),
         })?;
-        let too_large =
-            Error::TooLarge { bytes: payload.len(), limit: frame::PAYLOAD_LIMIT_BYTES };
+        let too_large = Error::TooLarge {
+            bytes: payload.len(),
+            limit: frame::PAYLOAD_LIMIT_BYTES,
+        };
         if payload.len() > frame::PAYLOAD_LIMIT_BYTES {
             return Err(too_large);
         }
@@ -127,7 +132,11 @@ impl Journal {
         if let Err(source) = self.file.sync_data() {
             // What an fsync failed on may never reach the disk, whatever a second one says.
             self.failed = true;
-            return Err(Error::Io { action: "sync", path: self.path.clone(), source });
+            return Err(Error::Io {
+                action: "sync",
+                path: self.path.clone(),
+                source,
+            });
         }
         let written = u64::try_from(self.buffer.len()).unwrap_or(u64::MAX);
         self.durable = self.durable.saturating_add(written);
@@ -153,10 +162,16 @@ impl Journal {
             .and_then(|()| self.file.seek(SeekFrom::Start(self.durable)))
             .and_then(|_| self.file.sync_data());
         if full && cut.is_ok() {
-            return Error::Full { path: self.path.clone() };
+            return Error::Full {
+                path: self.path.clone(),
+            };
         }
         self.failed = true;
-        Error::Io { action: "append to", path: self.path.clone(), source }
+        Error::Io {
+            action: "append to",
+            path: self.path.clone(),
+            source,
+        }
     }
 
     fn roll(&mut self) -> Result<(), Error> {
@@ -168,7 +183,11 @@ impl Journal {
             Err(error) if error.kind() == io::ErrorKind::StorageFull => return Ok(()),
             Err(source) => {
                 self.failed = true;
-                return Err(Error::Io { action: "begin", path, source });
+                return Err(Error::Io {
+                    action: "begin",
+                    path,
+                    source,
+                });
             }
         };
         if let Err(error) = sync_directory(&self.directory) {
@@ -187,8 +206,7 @@ impl Journal {
     /// As [`Journal::open`].
     pub fn replay<E: DeserializeOwned>(&self, visit: &mut dyn FnMut(E)) -> Result<(), Error> {
         segment::read(&self.directory, &mut |payload| {
-            let events: Vec<E> =
-                serde_json::from_slice(payload).map_err(|error| error.to_string())?;
+            let events: Vec<E> = serde_json::from_slice(payload).map_err(|error| error.to_string())?;
             events.into_iter().for_each(&mut *visit);
             Ok(())
         })

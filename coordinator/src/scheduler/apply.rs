@@ -2,8 +2,8 @@
 //! and never panics, because a journal may have been written by another build.
 
 use super::{
-    Attempt, AttemptId, Device, DeviceInfo, Event, Job, JobId, JobPhase, Lease, Payload, Stage,
-    StageRecord, Standing, State, Task, TaskId, TaskPhase, Worker, WorkerId,
+    Attempt, AttemptId, Device, DeviceInfo, Event, Job, JobId, JobPhase, Lease, Payload, Stage, StageRecord,
+    Standing, State, Task, TaskId, TaskPhase, Worker, WorkerId,
 };
 
 /// Folds one event into the state.
@@ -11,23 +11,43 @@ pub fn apply(state: &mut State, event: &Event) {
     match event {
         Event::TermBegan { term } => state.term = *term,
         Event::JobSubmitted { .. } => submitted(state, event),
-        Event::StagesPlanned { job, revision, stages } => planned(state, *job, *revision, stages),
+        Event::StagesPlanned {
+            job,
+            revision,
+            stages,
+        } => planned(state, *job, *revision, stages),
         Event::OutcomeReached { job, outcome } => set_phase(
             state,
             *job,
-            JobPhase::Finishing { outcome: outcome.clone() },
+            JobPhase::Finishing {
+                outcome: outcome.clone(),
+            },
         ),
         Event::JobSucceeded { job, at } => succeeded(state, *job, *at),
         Event::JobFailed { job, message, at } => {
-            let phase = JobPhase::Failed { message: message.clone(), at: *at, removed: false };
+            let phase = JobPhase::Failed {
+                message: message.clone(),
+                at: *at,
+                removed: false,
+            };
             end(state, *job, phase);
         }
         Event::JobCancelled { job, reason, at } => {
-            let phase = JobPhase::Cancelled { reason: reason.clone(), at: *at, removed: false };
+            let phase = JobPhase::Cancelled {
+                reason: reason.clone(),
+                at: *at,
+                removed: false,
+            };
             end(state, *job, phase);
         }
         Event::PartialRemoved { job } => partial_removed(state, *job),
-        Event::WorkerJoined { worker, name, epoch, host, devices } => {
+        Event::WorkerJoined {
+            worker,
+            name,
+            epoch,
+            host,
+            devices,
+        } => {
             let joined = Worker {
                 id: *worker,
                 name: name.clone(),
@@ -42,19 +62,34 @@ pub fn apply(state: &mut State, event: &Event) {
         Event::WorkerReturned { worker } => set_standing(state, *worker, Standing::Present),
         Event::WorkerLeaving { worker } => set_standing(state, *worker, Standing::Leaving),
         Event::WorkerLost { worker } => set_standing(state, *worker, Standing::Lost),
-        Event::AttemptStarted { attempt, task, worker, device, at } => {
+        Event::AttemptStarted {
+            attempt,
+            task,
+            worker,
+            device,
+            at,
+        } => {
             started(state, *attempt, *task, *worker, device, *at);
         }
         Event::AttemptCompleted { attempt, output, at } => completed(state, *attempt, output, *at),
-        Event::AttemptFailed { attempt, failure, retry, .. } => {
-            let Some((ended, task)) = release(state, *attempt) else { return };
+        Event::AttemptFailed {
+            attempt,
+            failure,
+            retry,
+            ..
+        } => {
+            let Some((ended, task)) = release(state, *attempt) else {
+                return;
+            };
             task.failures.count(failure.kind);
             task.last_failure = Some(failure.message.clone());
             task.failed_on = Some(ended.worker);
             wait_or_fail(state, ended.task, *retry);
         }
         Event::AttemptLost { attempt, retry, .. } => {
-            let Some((ended, task)) = release(state, *attempt) else { return };
+            let Some((ended, task)) = release(state, *attempt) else {
+                return;
+            };
             task.failures.worker_lost = task.failures.worker_lost.saturating_add(1);
             task.last_failure = Some("the worker was lost".to_owned());
             wait_or_fail(state, ended.task, *retry);
@@ -66,7 +101,15 @@ pub fn apply(state: &mut State, event: &Event) {
 }
 
 fn submitted(state: &mut State, event: &Event) {
-    let Event::JobSubmitted { job, request_id, spec, parent, output, device_kind, at } = event
+    let Event::JobSubmitted {
+        job,
+        request_id,
+        spec,
+        parent,
+        output,
+        device_kind,
+        at,
+    } = event
     else {
         return;
     };
@@ -91,7 +134,9 @@ fn submitted(state: &mut State, event: &Event) {
 }
 
 fn planned(state: &mut State, id: JobId, revision: u64, stages: &[StageRecord]) {
-    let Some(job) = state.jobs.get_mut(&id) else { return };
+    let Some(job) = state.jobs.get_mut(&id) else {
+        return;
+    };
     job.planned = job.planned.max(revision);
     for record in stages {
         let stage = job.stages.len();
@@ -99,6 +144,7 @@ fn planned(state: &mut State, id: JobId, revision: u64, stages: &[StageRecord]) 
             name: record.name.clone(),
             kind: record.kind.clone(),
             decision: record.decision.clone(),
+            note: record.note.clone(),
             tasks: record.tasks.iter().map(|task| task.id).collect(),
             done: 0,
             started_at: None,
@@ -131,18 +177,27 @@ fn set_phase(state: &mut State, job: JobId, phase: JobPhase) {
 }
 
 fn succeeded(state: &mut State, job: JobId, at: i64) {
-    let Some(job) = state.jobs.get_mut(&job) else { return };
+    let Some(job) = state.jobs.get_mut(&job) else {
+        return;
+    };
     if let JobPhase::Finishing { outcome } = &job.phase {
-        job.phase = JobPhase::Succeeded { outcome: outcome.clone(), at };
+        job.phase = JobPhase::Succeeded {
+            outcome: outcome.clone(),
+            at,
+        };
     }
 }
 
 fn end(state: &mut State, id: JobId, phase: JobPhase) {
-    let Some(job) = state.jobs.get_mut(&id) else { return };
+    let Some(job) = state.jobs.get_mut(&id) else {
+        return;
+    };
     job.phase = phase;
     for task in job.stages.iter().flat_map(|stage| &stage.tasks) {
         state.ready.remove(task);
-        let Some(task) = state.tasks.get_mut(task) else { continue };
+        let Some(task) = state.tasks.get_mut(task) else {
+            continue;
+        };
         if matches!(task.phase, TaskPhase::Waiting | TaskPhase::Running { .. }) {
             task.phase = TaskPhase::Abandoned;
         }
@@ -153,14 +208,23 @@ fn end(state: &mut State, id: JobId, phase: JobPhase) {
 }
 
 fn partial_removed(state: &mut State, job: JobId) {
-    let Some(job) = state.jobs.get_mut(&job) else { return };
+    let Some(job) = state.jobs.get_mut(&job) else {
+        return;
+    };
     if let JobPhase::Failed { removed, .. } | JobPhase::Cancelled { removed, .. } = &mut job.phase {
         *removed = true;
     }
 }
 
 fn idle(devices: &[DeviceInfo]) -> Vec<Device> {
-    devices.iter().map(|info| Device { info: info.clone(), attempt: None, last: None }).collect()
+    devices
+        .iter()
+        .map(|info| Device {
+            info: info.clone(),
+            attempt: None,
+            last: None,
+        })
+        .collect()
 }
 
 fn set_standing(state: &mut State, worker: WorkerId, standing: Standing) {
@@ -177,12 +241,20 @@ fn started(
     device: &str,
     at: i64,
 ) {
-    let Some(task) = state.tasks.get_mut(&task_id) else { return };
-    let Some(worker) = state.workers.get_mut(&worker_id) else { return };
+    let Some(task) = state.tasks.get_mut(&task_id) else {
+        return;
+    };
+    let Some(worker) = state.workers.get_mut(&worker_id) else {
+        return;
+    };
     state.ready.remove(&task_id);
     state.attempt_tasks.push(task_id);
     task.phase = TaskPhase::Running { attempt };
-    if let Some(device) = worker.devices.iter_mut().find(|candidate| candidate.info.id == device) {
+    if let Some(device) = worker
+        .devices
+        .iter_mut()
+        .find(|candidate| candidate.info.id == device)
+    {
         device.attempt = Some(attempt);
         device.last = Some((task.job, task.kind.clone()));
     }
@@ -193,7 +265,11 @@ fn started(
         }
     }
     let running = Attempt {
-        lease: Lease { term: state.term, epoch: worker.epoch, attempt },
+        lease: Lease {
+            term: state.term,
+            epoch: worker.epoch,
+            attempt,
+        },
         task: task_id,
         job: task.job,
         worker: worker_id,
@@ -206,11 +282,20 @@ fn started(
 }
 
 fn completed(state: &mut State, attempt: AttemptId, output: &Payload, at: i64) {
-    let Some((_, task)) = release(state, attempt) else { return };
-    task.phase = TaskPhase::Done { attempt, output: output.clone() };
+    let Some((_, task)) = release(state, attempt) else {
+        return;
+    };
+    task.phase = TaskPhase::Done {
+        attempt,
+        output: output.clone(),
+    };
     let (job, stage) = (task.job, task.stage);
-    let Some(job) = state.jobs.get_mut(&job) else { return };
-    let Some(stage) = job.stages.get_mut(stage) else { return };
+    let Some(job) = state.jobs.get_mut(&job) else {
+        return;
+    };
+    let Some(stage) = job.stages.get_mut(stage) else {
+        return;
+    };
     stage.done = stage.done.saturating_add(1);
     if stage.done == stage.tasks.len() {
         stage.finished_at = Some(at);
@@ -233,7 +318,9 @@ fn release(state: &mut State, attempt: AttemptId) -> Option<(Attempt, &mut Task)
 }
 
 fn wait_or_fail(state: &mut State, task_id: TaskId, retry: bool) {
-    let Some(task) = state.tasks.get_mut(&task_id) else { return };
+    let Some(task) = state.tasks.get_mut(&task_id) else {
+        return;
+    };
     if !matches!(task.phase, TaskPhase::Running { .. }) {
         return;
     }

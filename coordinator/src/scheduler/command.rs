@@ -1,5 +1,7 @@
 //! What the state machine can be asked.
 
+use std::collections::BTreeSet;
+
 use espalier_proto::task::Failure;
 
 use super::{DeviceInfo, Epoch, JobId, Lease, Payload, WorkerId};
@@ -18,8 +20,10 @@ pub struct StagePlan {
     pub name: String,
     /// Its executor.
     pub kind: String,
-    /// What was decided before it, one line; empty when nothing was.
-    pub decision: String,
+    /// JSON of what was decided before it, for the planner; none when nothing was.
+    pub decision: Option<Payload>,
+    /// The same for people, one line; empty when nothing was.
+    pub note: String,
     /// Its tasks, at least one.
     pub tasks: Vec<TaskPlan>,
 }
@@ -150,7 +154,10 @@ pub enum Command {
         lease: Lease,
     },
     /// Hand waiting tasks to free devices.
-    Dispatch,
+    Dispatch {
+        /// Workers that cannot be told at the moment, and so get nothing new.
+        absent: BTreeSet<WorkerId>,
+    },
 }
 
 /// Why a command was refused. Nothing changed.

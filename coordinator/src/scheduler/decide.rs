@@ -3,9 +3,8 @@
 use std::collections::HashSet;
 
 use super::{
-    Attempt, AttemptId, Budget, Command, Event, Introduction, JobId, JobPhase, Lease, Now,
-    Payload, Rejection, StagePlan, StageRecord, Standing, State, TaskId, TaskPhase, TaskRecord,
-    WorkerId, placement,
+    Attempt, AttemptId, Budget, Command, Event, Introduction, JobId, JobPhase, Lease, Now, Payload,
+    Rejection, StagePlan, StageRecord, Standing, State, TaskId, TaskPhase, TaskRecord, WorkerId, placement,
 };
 
 type Decision = Result<Vec<Event>, Rejection>;
@@ -13,20 +12,40 @@ type Decision = Result<Vec<Event>, Rejection>;
 /// Says what a command leads to. No events and no rejection: it changes nothing, or nothing any more.
 pub fn decide(state: &State, command: Command, now: Now) -> Decision {
     match command {
-        Command::BeginTerm => Ok(vec![Event::TermBegan { term: state.term.next() }]),
-        Command::Submit { request_id, spec, parent, output, device_kind } => {
+        Command::BeginTerm => Ok(vec![Event::TermBegan {
+            term: state.term.next(),
+        }]),
+        Command::Submit {
+            request_id,
+            spec,
+            parent,
+            output,
+            device_kind,
+        } => {
             admit(state, request_id.as_deref(), &spec, &output)?;
             let job = state.jobs.keys().next_back().copied().unwrap_or_default().next();
             let at = now.unix_ms;
-            Ok(vec![Event::JobSubmitted { job, request_id, spec, parent, output, device_kind, at }])
+            Ok(vec![Event::JobSubmitted {
+                job,
+                request_id,
+                spec,
+                parent,
+                output,
+                device_kind,
+                at,
+            }])
         }
         Command::Cancel { job, reason } => cancel(state, job, reason, now),
-        Command::StagesPlanned { job, revision, stages } => {
-            planned(state, job, revision, stages, now)
-        }
-        Command::OutcomeReached { job, revision, outcome } => {
-            Ok(outcome_reached(state, job, revision, outcome))
-        }
+        Command::StagesPlanned {
+            job,
+            revision,
+            stages,
+        } => planned(state, job, revision, stages, now),
+        Command::OutcomeReached {
+            job,
+            revision,
+            outcome,
+        } => Ok(outcome_reached(state, job, revision, outcome)),
         Command::OutcomeWritten { job } => Ok(match phase_of(state, job)? {
             JobPhase::Finishing { .. } => vec![Event::JobSucceeded { job, at: now.unix_ms }],
             _ => Vec::new(),
@@ -34,7 +53,11 @@ pub fn decide(state: &State, command: Command, now: Now) -> Decision {
         Command::JobBroken { job, message } => Ok(if phase_of(state, job)?.is_terminal() {
             Vec::new()
         } else {
-            vec![Event::JobFailed { job, message, at: now.unix_ms }]
+            vec![Event::JobFailed {
+                job,
+                message,
+                at: now.unix_ms,
+            }]
         }),
         Command::PartialRemoved { job } => Ok(match state.job(job) {
             Some(ended) if ended.wants_removal() => vec![Event::PartialRemoved { job }],
@@ -55,33 +78,44 @@ pub fn decide(state: &State, command: Command, now: Now) -> Decision {
                 Standing::Lost => Vec::new(),
             })
         }
-        Command::Complete { worker, lease, output } => complete(state, worker, lease, output, now),
-        Command::Fail { worker, lease, failure } => {
-            let Some(attempt) = held(state, worker, lease)? else { return Ok(Vec::new()) };
+        Command::Complete {
+            worker,
+            lease,
+            output,
+        } => complete(state, worker, lease, output, now),
+        Command::Fail {
+            worker,
+            lease,
+            failure,
+        } => {
+            let Some(attempt) = held(state, worker, lease)? else {
+                return Ok(Vec::new());
+            };
             if attempt.cancelled {
-                return Ok(vec![Event::AttemptStopped { attempt: lease.attempt }]);
+                return Ok(vec![Event::AttemptStopped {
+                    attempt: lease.attempt,
+                }]);
             }
             Ok(fail(state, attempt, failure, now))
         }
         Command::Stopped { worker, lease } => {
-            let Some(attempt) = held(state, worker, lease)? else { return Ok(Vec::new()) };
+            let Some(attempt) = held(state, worker, lease)? else {
+                return Ok(Vec::new());
+            };
             Ok(if attempt.cancelled {
-                vec![Event::AttemptStopped { attempt: lease.attempt }]
+                vec![Event::AttemptStopped {
+                    attempt: lease.attempt,
+                }]
             } else {
                 // The worker gave it up by itself, as when it drains: nobody's fault.
                 give_back(state, attempt, now)
             })
         }
-        Command::Dispatch => Ok(placement::place(state, now)),
+        Command::Dispatch { absent } => Ok(placement::place(state, &absent, now)),
     }
 }
 
-fn admit(
-    state: &State,
-    request_id: Option<&str>,
-    spec: &Payload,
-    output: &str,
-) -> Result<(), Rejection> {
+fn admit(state: &State, request_id: Option<&str>, spec: &Payload, output: &str) -> Result<(), Rejection> {
     if let Some(request_id) = request_id
         && let Some(job) = state.request_ids.get(request_id)
     {
@@ -89,39 +123,48 @@ fn admit(
         return Err(if same {
             Rejection::SubmittedBefore(*job)
         } else {
-            Rejection::RequestIdTaken { request_id: request_id.to_owned(), job: *job }
+            Rejection::RequestIdTaken {
+                request_id: request_id.to_owned(),
+                job: *job,
+            }
         });
     }
-    let rival = state.jobs().rev().find(|job| {
-        job.output == output && (!job.phase.is_terminal() || job.wants_removal())
-    });
+    let rival = state
+        .jobs()
+        .rev()
+        .find(|job| job.output == output && (!job.phase.is_terminal() || job.wants_removal()));
     match rival {
-        Some(rival) => {
-            Err(Rejection::OutputTaken { output: output.to_owned(), job: rival.id })
-        }
+        Some(rival) => Err(Rejection::OutputTaken {
+            output: output.to_owned(),
+            job: rival.id,
+        }),
         None => Ok(()),
     }
 }
 
 fn phase_of(state: &State, job: JobId) -> Result<&JobPhase, Rejection> {
-    state.job(job).map(|job| &job.phase).ok_or(Rejection::NoSuchJob(job))
+    state
+        .job(job)
+        .map(|job| &job.phase)
+        .ok_or(Rejection::NoSuchJob(job))
 }
 
 fn cancel(state: &State, job: JobId, reason: String, now: Now) -> Decision {
     match phase_of(state, job)? {
-        JobPhase::Active => Ok(vec![Event::JobCancelled { job, reason, at: now.unix_ms }]),
+        JobPhase::Active => Ok(vec![Event::JobCancelled {
+            job,
+            reason,
+            at: now.unix_ms,
+        }]),
         JobPhase::Cancelled { .. } => Ok(Vec::new()),
-        phase => Err(Rejection::JobEnded { job, phase: phase.name() }),
+        phase => Err(Rejection::JobEnded {
+            job,
+            phase: phase.name(),
+        }),
     }
 }
 
-fn planned(
-    state: &State,
-    job: JobId,
-    revision: u64,
-    stages: Vec<StagePlan>,
-    now: Now,
-) -> Decision {
+fn planned(state: &State, job: JobId, revision: u64, stages: Vec<StagePlan>, now: Now) -> Decision {
     let known = state.job(job).ok_or(Rejection::NoSuchJob(job))?;
     if !matches!(known.phase, JobPhase::Active) || revision <= known.planned {
         return Ok(Vec::new());
@@ -135,7 +178,11 @@ fn planned(
         }
         if stage.tasks.is_empty() {
             let message = format!("stage {} was planned without tasks", stage.name);
-            return Ok(vec![Event::JobFailed { job, message, at: now.unix_ms }]);
+            return Ok(vec![Event::JobFailed {
+                job,
+                message,
+                at: now.unix_ms,
+            }]);
         }
         let tasks = stage.tasks.iter().map(|task| {
             next = next.next();
@@ -150,19 +197,30 @@ fn planned(
             name: stage.name.clone(),
             kind: stage.kind.clone(),
             decision: stage.decision.clone(),
+            note: stage.note.clone(),
             tasks: tasks.collect(),
         });
     }
     let all_done = known.stages.iter().all(|stage| stage.done == stage.tasks.len());
     if records.is_empty() && all_done && known.results == revision {
         let message = "the planner named neither a stage nor an outcome".to_owned();
-        return Ok(vec![Event::JobFailed { job, message, at: now.unix_ms }]);
+        return Ok(vec![Event::JobFailed {
+            job,
+            message,
+            at: now.unix_ms,
+        }]);
     }
-    Ok(vec![Event::StagesPlanned { job, revision, stages: records }])
+    Ok(vec![Event::StagesPlanned {
+        job,
+        revision,
+        stages: records,
+    }])
 }
 
 fn outcome_reached(state: &State, job: JobId, revision: u64, outcome: Payload) -> Vec<Event> {
-    let Some(known) = state.job(job) else { return Vec::new() };
+    let Some(known) = state.job(job) else {
+        return Vec::new();
+    };
     if !matches!(known.phase, JobPhase::Active) || revision <= known.planned {
         return Vec::new();
     }
@@ -172,10 +230,16 @@ fn outcome_reached(state: &State, job: JobId, revision: u64, outcome: Payload) -
 fn introduce(state: &State, introduction: Introduction, now: Now) -> Decision {
     let mut ids = HashSet::new();
     if introduction.devices.is_empty() {
-        return Err(Rejection::Invalid(format!("worker `{}` has no device", introduction.name)));
+        return Err(Rejection::Invalid(format!(
+            "worker `{}` has no device",
+            introduction.name
+        )));
     }
     if let Some(twice) = introduction.devices.iter().find(|device| !ids.insert(&device.id)) {
-        return Err(Rejection::Invalid(format!("device id `{}` is used twice", twice.id)));
+        return Err(Rejection::Invalid(format!(
+            "device id `{}` is used twice",
+            twice.id
+        )));
     }
     let known = state.worker_named(&introduction.name);
     let mut events = Vec::new();
@@ -199,10 +263,27 @@ fn introduce(state: &State, introduction: Introduction, now: Now) -> Decision {
             events = lose(state, known.id, now);
             known.id
         }
-        None => state.workers.keys().next_back().copied().unwrap_or_default().next(),
+        None => state
+            .workers
+            .keys()
+            .next_back()
+            .copied()
+            .unwrap_or_default()
+            .next(),
     };
-    let Introduction { name, epoch, host, devices } = introduction;
-    events.push(Event::WorkerJoined { worker, name, epoch, host, devices });
+    let Introduction {
+        name,
+        epoch,
+        host,
+        devices,
+    } = introduction;
+    events.push(Event::WorkerJoined {
+        worker,
+        name,
+        epoch,
+        host,
+        devices,
+    });
     Ok(events)
 }
 
@@ -225,7 +306,9 @@ fn lose(state: &State, worker: WorkerId, now: Now) -> Vec<Event> {
     let mut broken: HashSet<JobId> = HashSet::new();
     for attempt in state.attempts().filter(|attempt| attempt.worker == worker) {
         if attempt.cancelled || broken.contains(&attempt.job) {
-            events.push(Event::AttemptStopped { attempt: attempt.lease.attempt });
+            events.push(Event::AttemptStopped {
+                attempt: attempt.lease.attempt,
+            });
             continue;
         }
         let lost = give_back(state, attempt, now);
@@ -234,7 +317,9 @@ fn lose(state: &State, worker: WorkerId, now: Now) -> Vec<Event> {
         }
         events.extend(lost);
     }
-    let given_up = state.worker(worker).is_some_and(|known| known.standing != Standing::Lost);
+    let given_up = state
+        .worker(worker)
+        .is_some_and(|known| known.standing != Standing::Lost);
     if given_up {
         events.push(Event::WorkerLost { worker });
     }
@@ -242,10 +327,16 @@ fn lose(state: &State, worker: WorkerId, now: Now) -> Vec<Event> {
 }
 
 fn give_back(state: &State, attempt: &Attempt, now: Now) -> Vec<Event> {
-    let Some(task) = state.task(attempt.task) else { return Vec::new() };
+    let Some(task) = state.task(attempt.task) else {
+        return Vec::new();
+    };
     let (id, at) = (attempt.lease.attempt, now.unix_ms);
     let retry = Budget::allows_loss(&task.failures);
-    let mut events = vec![Event::AttemptLost { attempt: id, retry, at }];
+    let mut events = vec![Event::AttemptLost {
+        attempt: id,
+        retry,
+        at,
+    }];
     if !retry {
         let losses = task.failures.worker_lost.saturating_add(1);
         let what = format!("its worker was lost {losses} times");
@@ -254,20 +345,22 @@ fn give_back(state: &State, attempt: &Attempt, now: Now) -> Vec<Event> {
     events
 }
 
-fn fail(
-    state: &State,
-    attempt: &Attempt,
-    failure: espalier_proto::task::Failure,
-    now: Now,
-) -> Vec<Event> {
-    let Some(task) = state.task(attempt.task) else { return Vec::new() };
+fn fail(state: &State, attempt: &Attempt, failure: espalier_proto::task::Failure, now: Now) -> Vec<Event> {
+    let Some(task) = state.task(attempt.task) else {
+        return Vec::new();
+    };
     let (id, at) = (attempt.lease.attempt, now.unix_ms);
     let retry = Budget::allows(&task.failures, failure.kind);
     let what = match task.failures.own() {
         0 => failure.message.clone(),
         earlier => format!("{} (after {earlier} earlier failures)", failure.message),
     };
-    let mut events = vec![Event::AttemptFailed { attempt: id, failure, retry, at }];
+    let mut events = vec![Event::AttemptFailed {
+        attempt: id,
+        failure,
+        retry,
+        at,
+    }];
     if !retry {
         events.push(job_failed(state, attempt.task, &what, now));
     }
@@ -286,22 +379,26 @@ fn job_failed(state: &State, task: TaskId, what: &str, now: Now) -> Event {
     } else {
         format!("{stage}, {name}")
     };
-    Event::JobFailed { job, message: format!("{place}: {what}"), at: now.unix_ms }
+    Event::JobFailed {
+        job,
+        message: format!("{place}: {what}"),
+        at: now.unix_ms,
+    }
 }
 
-fn complete(
-    state: &State,
-    worker: WorkerId,
-    lease: Lease,
-    output: Payload,
-    now: Now,
-) -> Decision {
-    let Some(attempt) = held(state, worker, lease)? else { return Ok(Vec::new()) };
+fn complete(state: &State, worker: WorkerId, lease: Lease, output: Payload, now: Now) -> Decision {
+    let Some(attempt) = held(state, worker, lease)? else {
+        return Ok(Vec::new());
+    };
     let id: AttemptId = attempt.lease.attempt;
     Ok(vec![if attempt.cancelled {
         Event::AttemptStopped { attempt: id }
     } else {
-        Event::AttemptCompleted { attempt: id, output, at: now.unix_ms }
+        Event::AttemptCompleted {
+            attempt: id,
+            output,
+            at: now.unix_ms,
+        }
     }])
 }
 
@@ -317,12 +414,17 @@ fn held(state: &State, worker: WorkerId, lease: Lease) -> Result<Option<&Attempt
         if attempt.lease == lease && attempt.worker == worker {
             return Ok(Some(attempt));
         }
-        return Err(Rejection::Stale(format!("attempt {} is another's", lease.attempt)));
+        return Err(Rejection::Stale(format!(
+            "attempt {} is another's",
+            lease.attempt
+        )));
     }
-    let done_by = state.task_of(lease.attempt).and_then(|task| match state.task(task)?.phase {
-        TaskPhase::Done { attempt, .. } => Some(attempt),
-        _ => None,
-    });
+    let done_by = state
+        .task_of(lease.attempt)
+        .and_then(|task| match state.task(task)?.phase {
+            TaskPhase::Done { attempt, .. } => Some(attempt),
+            _ => None,
+        });
     if done_by == Some(lease.attempt) {
         return Ok(None);
     }

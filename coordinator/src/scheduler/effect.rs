@@ -46,9 +46,7 @@ pub enum Effect {
 /// What an event, already applied, leads to.
 pub fn effects(state: &State, event: &Event) -> Vec<Effect> {
     match event {
-        Event::TermBegan { .. } | Event::WorkerJoined { .. } | Event::WorkerReturned { .. } => {
-            Vec::new()
-        }
+        Event::TermBegan { .. } | Event::WorkerJoined { .. } | Event::WorkerReturned { .. } => Vec::new(),
         Event::WorkerLeaving { .. } => Vec::new(),
         Event::WorkerLost { worker } => vec![Effect::Disconnect { worker: *worker }],
         Event::JobSubmitted { job, .. } | Event::StagesPlanned { job, .. } => {
@@ -62,17 +60,18 @@ pub fn effects(state: &State, event: &Event) -> Vec<Effect> {
         }
         Event::JobFailed { job, .. } | Event::JobCancelled { job, .. } => {
             let mut effects = vec![Effect::Changed { job: *job }];
-            effects.extend(
-                state
-                    .attempts_of(*job)
-                    .map(|attempt| Effect::StopAttempt { attempt: attempt.lease.attempt }),
-            );
+            effects.extend(state.attempts_of(*job).map(|attempt| Effect::StopAttempt {
+                attempt: attempt.lease.attempt,
+            }));
             effects.extend(removal(state, *job));
             effects
         }
         Event::AttemptStarted { attempt, task, .. } => {
             let job = state.task(*task).and_then(|task| changed(task.job));
-            [Some(Effect::Assign { attempt: *attempt }), job].into_iter().flatten().collect()
+            [Some(Effect::Assign { attempt: *attempt }), job]
+                .into_iter()
+                .flatten()
+                .collect()
         }
         Event::AttemptCompleted { attempt, .. }
         | Event::AttemptFailed { attempt, .. }
@@ -106,7 +105,10 @@ fn changed(job: JobId) -> Option<Effect> {
 }
 
 fn plan(state: &State, job: JobId) -> Option<Effect> {
-    state.job(job).filter(|job| job.wants_plan()).map(|job| Effect::Plan { job: job.id })
+    state
+        .job(job)
+        .filter(|job| job.wants_plan())
+        .map(|job| Effect::Plan { job: job.id })
 }
 
 fn removal(state: &State, job: JobId) -> Option<Effect> {

@@ -15,8 +15,10 @@ pub struct StageRecord {
     pub name: String,
     /// Its executor.
     pub kind: String,
-    /// What was decided before it.
-    pub decision: String,
+    /// JSON of what was decided before it.
+    pub decision: Option<Payload>,
+    /// The same for people.
+    pub note: String,
     /// Its tasks.
     pub tasks: Vec<TaskRecord>,
 }
@@ -52,7 +54,11 @@ pub enum Event {
         at: i64,
     },
     /// Stages became ready, after the planner had seen `revision` results.
-    StagesPlanned { job: JobId, revision: u64, stages: Vec<StageRecord> },
+    StagesPlanned {
+        job: JobId,
+        revision: u64,
+        stages: Vec<StageRecord>,
+    },
     /// The outcome is known and will be written.
     OutcomeReached { job: JobId, outcome: Payload },
     /// The outcome lies in its directory.
@@ -78,13 +84,32 @@ pub enum Event {
     /// A worker was given up.
     WorkerLost { worker: WorkerId },
     /// A task was handed to a device.
-    AttemptStarted { attempt: AttemptId, task: TaskId, worker: WorkerId, device: String, at: i64 },
+    AttemptStarted {
+        attempt: AttemptId,
+        task: TaskId,
+        worker: WorkerId,
+        device: String,
+        at: i64,
+    },
     /// A result was taken.
-    AttemptCompleted { attempt: AttemptId, output: Payload, at: i64 },
+    AttemptCompleted {
+        attempt: AttemptId,
+        output: Payload,
+        at: i64,
+    },
     /// A failure was taken; with `retry` the task waits again.
-    AttemptFailed { attempt: AttemptId, failure: Failure, retry: bool, at: i64 },
+    AttemptFailed {
+        attempt: AttemptId,
+        failure: Failure,
+        retry: bool,
+        at: i64,
+    },
     /// The attempt went down with its worker; with `retry` the task waits again.
-    AttemptLost { attempt: AttemptId, retry: bool, at: i64 },
+    AttemptLost {
+        attempt: AttemptId,
+        retry: bool,
+        at: i64,
+    },
     /// An attempt of an ended job is over.
     AttemptStopped { attempt: AttemptId },
 }

@@ -52,9 +52,7 @@ number!(
 );
 
 /// A job; shown as `job-12`.
-#[derive(
-    Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
-)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct JobId(pub u64);
 
@@ -76,7 +74,9 @@ impl FromStr for JobId {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let number = text.strip_prefix("job-").and_then(|digits| digits.parse().ok());
-        number.map(Self).ok_or_else(|| format!("`{text}` is not a job id: one looks like `job-12`"))
+        number
+            .map(Self)
+            .ok_or_else(|| format!("`{text}` is not a job id: one looks like `job-12`"))
     }
 }
 

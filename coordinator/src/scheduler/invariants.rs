@@ -31,14 +31,20 @@ fn tasks(state: &State) -> Result<(), String> {
             _ => Vec::new(),
         };
         if live != expected {
-            return Err(format!("task {} is {:?} with attempts {live:?}", task.id, task.phase));
+            return Err(format!(
+                "task {} is {:?} with attempts {live:?}",
+                task.id, task.phase
+            ));
         }
         let Some(job) = state.job(task.job) else {
             return Err(format!("task {} has no job", task.id));
         };
         let open = matches!(task.phase, TaskPhase::Waiting | TaskPhase::Running { .. });
         if open && job.phase.is_terminal() {
-            return Err(format!("task {} is {:?} in an ended {}", task.id, task.phase, job.id));
+            return Err(format!(
+                "task {} is {:?} in an ended {}",
+                task.id, task.phase, job.id
+            ));
         }
         if matches!(task.phase, TaskPhase::Failed) && !job.phase.is_terminal() {
             return Err(format!("task {} failed but {} goes on", task.id, job.id));
@@ -55,9 +61,15 @@ fn attempts(state: &State) -> Result<(), String> {
         if worker.standing == Standing::Lost || worker.epoch != attempt.lease.epoch {
             return Err(format!("attempt {} outlives its worker", attempt.lease.attempt));
         }
-        let held = worker.devices.iter().find(|device| device.info.id == attempt.device);
+        let held = worker
+            .devices
+            .iter()
+            .find(|device| device.info.id == attempt.device);
         if held.is_none_or(|device| device.attempt != Some(attempt.lease.attempt)) {
-            return Err(format!("attempt {} does not hold its device", attempt.lease.attempt));
+            return Err(format!(
+                "attempt {} does not hold its device",
+                attempt.lease.attempt
+            ));
         }
     }
     Ok(())
@@ -77,12 +89,17 @@ fn devices(state: &State) -> Result<(), String> {
 fn hosts(state: &State) -> Result<(), String> {
     let mut running: BTreeMap<&str, (usize, bool)> = BTreeMap::new();
     for attempt in state.attempts() {
-        let Some(worker) = state.worker(attempt.worker) else { continue };
+        let Some(worker) = state.worker(attempt.worker) else {
+            continue;
+        };
         let (count, exclusive) = running.entry(worker.host.as_str()).or_default();
         *count += 1;
         *exclusive |= attempt.exclusive;
     }
-    match running.iter().find(|(_, (count, exclusive))| *exclusive && *count > 1) {
+    match running
+        .iter()
+        .find(|(_, (count, exclusive))| *exclusive && *count > 1)
+    {
         Some((host, _)) => Err(format!("host {host} measures while something else runs")),
         None => Ok(()),
     }

@@ -22,8 +22,8 @@ struct Host {
 }
 
 /// Hands waiting tasks to free devices.
-pub fn place(state: &State, now: Now) -> Vec<Event> {
-    let mut free: BTreeMap<(WorkerId, &str), Free<'_>> = free_devices(state);
+pub fn place(state: &State, absent: &BTreeSet<WorkerId>, now: Now) -> Vec<Event> {
+    let mut free: BTreeMap<(WorkerId, &str), Free<'_>> = free_devices(state, absent);
     let mut hosts = hosts(state);
     let mut events = Vec::new();
     let mut attempt: AttemptId = state.next_attempt();
@@ -43,15 +43,25 @@ pub fn place(state: &State, now: Now) -> Vec<Event> {
             host.exclusive |= task.exclusive;
         }
         let (task, at): (TaskId, i64) = (task.id, now.unix_ms);
-        events.push(Event::AttemptStarted { attempt, task, worker, device: device.to_owned(), at });
+        events.push(Event::AttemptStarted {
+            attempt,
+            task,
+            worker,
+            device: device.to_owned(),
+            at,
+        });
         attempt = attempt.next();
     }
     events
 }
 
-fn free_devices(state: &State) -> BTreeMap<(WorkerId, &str), Free<'_>> {
+fn free_devices<'a>(
+    state: &'a State,
+    absent: &BTreeSet<WorkerId>,
+) -> BTreeMap<(WorkerId, &'a str), Free<'a>> {
     let mut free = BTreeMap::new();
-    for worker in state.workers().filter(|worker| worker.standing == Standing::Present) {
+    let able = |worker: &&Worker| worker.standing == Standing::Present && !absent.contains(&worker.id);
+    for worker in state.workers().filter(able) {
         for device in worker.devices.iter().filter(|device| device.attempt.is_none()) {
             free.insert((worker.id, device.info.id.as_str()), Free { worker, device });
         }
@@ -62,7 +72,9 @@ fn free_devices(state: &State) -> BTreeMap<(WorkerId, &str), Free<'_>> {
 fn hosts(state: &State) -> BTreeMap<&str, Host> {
     let mut hosts: BTreeMap<&str, Host> = BTreeMap::new();
     for attempt in state.attempts() {
-        let Some(worker) = state.worker(attempt.worker) else { continue };
+        let Some(worker) = state.worker(attempt.worker) else {
+            continue;
+        };
         let host = hosts.entry(worker.host.as_str()).or_default();
         host.running = host.running.saturating_add(1);
         host.exclusive |= attempt.exclusive;
@@ -83,13 +95,18 @@ fn choose<'a>(
         kind_fits(state, task, candidate) && if task.exclusive { quiet } else { open }
     });
     fits.min_by_key(|((worker, _), candidate)| {
-        (task.failed_on == Some(*worker), strangeness(task, candidate.device))
+        (
+            task.failed_on == Some(*worker),
+            strangeness(task, candidate.device),
+        )
     })
     .map(|(key, _)| *key)
 }
 
 fn kind_fits(state: &State, task: &Task, candidate: &Free<'_>) -> bool {
-    state.job(task.job).is_some_and(|job| job.device_kind == candidate.device.info.kind)
+    state
+        .job(task.job)
+        .is_some_and(|job| job.device_kind == candidate.device.info.kind)
 }
 
 /// How much a device's child would have to change to run the task.

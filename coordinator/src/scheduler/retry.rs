@@ -25,9 +25,16 @@ pub struct Failures {
 impl Failures {
     /// All but lost workers, which are nobody's fault.
     pub fn own(&self) -> u32 {
-        [self.invalid, self.error, self.out_of_memory, self.crashed, self.hung, self.too_noisy]
-            .iter()
-            .fold(0, |sum, count| sum.saturating_add(*count))
+        [
+            self.invalid,
+            self.error,
+            self.out_of_memory,
+            self.crashed,
+            self.hung,
+            self.too_noisy,
+        ]
+        .iter()
+        .fold(0, |sum, count| sum.saturating_add(*count))
     }
 
     /// Failures of this kind so far.
@@ -68,10 +75,7 @@ impl Budget {
         match kind {
             FailureKind::Invalid => 0,
             FailureKind::OutOfMemory => 1,
-            FailureKind::Error
-            | FailureKind::Crashed
-            | FailureKind::Hung
-            | FailureKind::TooNoisy => 2,
+            FailureKind::Error | FailureKind::Crashed | FailureKind::Hung | FailureKind::TooNoisy => 2,
         }
     }
 

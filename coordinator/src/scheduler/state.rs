@@ -76,7 +76,14 @@ impl State {
 
     /// The worker of this name.
     pub fn worker_named(&self, name: &str) -> Option<&Worker> {
-        self.worker_names.get(name).and_then(|worker| self.workers.get(worker))
+        self.worker_names
+            .get(name)
+            .and_then(|worker| self.workers.get(worker))
+    }
+
+    /// Whether a submission with this request id was taken.
+    pub fn knows_request(&self, request_id: &str) -> bool {
+        self.request_ids.contains_key(request_id)
     }
 
     /// Tasks that wait for a device.
@@ -204,8 +211,10 @@ pub struct Stage {
     pub name: String,
     /// Its executor.
     pub kind: String,
-    /// What was decided before it.
-    pub decision: String,
+    /// JSON of what was decided before it.
+    pub decision: Option<Payload>,
+    /// The same for people.
+    pub note: String,
     /// Its tasks.
     pub tasks: Vec<TaskId>,
     /// How many of them are done.

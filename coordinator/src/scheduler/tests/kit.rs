@@ -1,10 +1,12 @@
 //! Builders that let a test read as a story.
 
+use std::collections::BTreeSet;
+
 use espalier_proto::task::{Failure, FailureKind};
 
 use crate::scheduler::{
-    Command, DeviceInfo, Effect, Epoch, Event, Introduction, JobId, Lease, Now, Rejection,
-    StagePlan, State, TaskPlan, WorkerId, apply, check, decide, effects,
+    Command, DeviceInfo, Effect, Epoch, Event, Introduction, JobId, Lease, Now, Rejection, StagePlan, State,
+    TaskPlan, WorkerId, apply, check, decide, effects,
 };
 
 /// A state with a pen: commands go through `decide` and `apply`, and every state is checked.
@@ -55,17 +57,27 @@ impl World {
 
     pub fn plan(&mut self, job: JobId, stages: Vec<StagePlan>) {
         let revision = self.state.job(job).unwrap().results;
-        self.run(Command::StagesPlanned { job, revision, stages }).unwrap();
+        self.run(Command::StagesPlanned {
+            job,
+            revision,
+            stages,
+        })
+        .unwrap();
     }
 
     pub fn join(&mut self, name: &str, epoch: u64, devices: usize) -> WorkerId {
-        self.run(Command::Introduce(introduction(name, epoch, name, devices))).unwrap();
+        self.run(Command::Introduce(introduction(name, epoch, name, devices)))
+            .unwrap();
         self.state.worker_named(name).unwrap().id
     }
 
     /// Hands out work; gives the leases that were made, with the worker of each.
     pub fn dispatch(&mut self) -> Vec<(WorkerId, Lease)> {
-        let events = self.run(Command::Dispatch).unwrap();
+        let events = self
+            .run(Command::Dispatch {
+                absent: BTreeSet::new(),
+            })
+            .unwrap();
         let started = events.iter().filter_map(|event| match event {
             Event::AttemptStarted { attempt, .. } => self.state.attempt(*attempt),
             _ => None,
@@ -75,12 +87,25 @@ impl World {
 
     pub fn complete(&mut self, (worker, lease): (WorkerId, Lease)) -> Result<usize, Rejection> {
         let output = "{}".into();
-        self.run(Command::Complete { worker, lease, output }).map(|events| events.len())
+        self.run(Command::Complete {
+            worker,
+            lease,
+            output,
+        })
+        .map(|events| events.len())
     }
 
     pub fn fail(&mut self, (worker, lease): (WorkerId, Lease), kind: FailureKind) {
-        let failure = Failure { kind, message: "the disk caught fire".to_owned() };
-        self.run(Command::Fail { worker, lease, failure }).unwrap();
+        let failure = Failure {
+            kind,
+            message: "the disk caught fire".to_owned(),
+        };
+        self.run(Command::Fail {
+            worker,
+            lease,
+            failure,
+        })
+        .unwrap();
     }
 
     pub fn lose(&mut self, worker: WorkerId) {
@@ -125,7 +150,8 @@ pub fn stage(name: &str, tasks: usize) -> StagePlan {
     StagePlan {
         name: name.to_owned(),
         kind: name.to_owned(),
-        decision: String::new(),
+        decision: None,
+        note: String::new(),
         tasks: (0..tasks).map(task).collect(),
     }
 }

@@ -11,14 +11,34 @@ use crate::scheduler::{Command, Epoch, JobId, Lease, TaskId, TaskPhase, WorkerId
 #[derive(Debug, Clone)]
 enum Step {
     Submit,
-    Plan { job: usize, tasks: usize, measured: bool },
-    Cancel { job: usize },
-    Join { worker: usize, newer: bool },
-    Silence { worker: usize },
-    Leave { worker: usize },
-    Complete { lease: usize },
-    Fail { lease: usize, kind: FailureKind },
-    Stop { lease: usize },
+    Plan {
+        job: usize,
+        tasks: usize,
+        measured: bool,
+    },
+    Cancel {
+        job: usize,
+    },
+    Join {
+        worker: usize,
+        newer: bool,
+    },
+    Silence {
+        worker: usize,
+    },
+    Leave {
+        worker: usize,
+    },
+    Complete {
+        lease: usize,
+    },
+    Fail {
+        lease: usize,
+        kind: FailureKind,
+    },
+    Stop {
+        lease: usize,
+    },
     Dispatch,
     Restart,
 }
@@ -62,15 +82,26 @@ fn act(world: &mut World, history: &mut History, step: &Step) {
             history.jobs.push(world.submit(&output));
         }
         Step::Plan { job, tasks, measured } => {
-            let Some(job) = history.jobs.get(*job).copied() else { return };
+            let Some(job) = history.jobs.get(*job).copied() else {
+                return;
+            };
             history.plans += 1;
             let name = format!("stage-{}", history.plans);
-            let planned = if *measured { measurement(&name) } else { stage(&name, *tasks) };
+            let planned = if *measured {
+                measurement(&name)
+            } else {
+                stage(&name, *tasks)
+            };
             world.plan(job, vec![planned]);
         }
         Step::Cancel { job } => {
-            let Some(job) = history.jobs.get(*job).copied() else { return };
-            let _ = world.run(Command::Cancel { job, reason: String::new() });
+            let Some(job) = history.jobs.get(*job).copied() else {
+                return;
+            };
+            let _ = world.run(Command::Cancel {
+                job,
+                reason: String::new(),
+            });
         }
         Step::Join { worker, newer } => {
             history.epochs[*worker] += u64::from(*newer || history.epochs[*worker] == 0);
@@ -80,7 +111,9 @@ fn act(world: &mut World, history: &mut History, step: &Step) {
             world.run(Command::Introduce(introduction)).unwrap();
         }
         Step::Silence { worker } | Step::Leave { worker } => {
-            let Some(known) = world.state.worker_named(&format!("w{worker}")) else { return };
+            let Some(known) = world.state.worker_named(&format!("w{worker}")) else {
+                return;
+            };
             let (worker, epoch): (WorkerId, Epoch) = (known.id, known.epoch);
             let command = match step {
                 Step::Leave { .. } => Command::Leave { worker, epoch },
@@ -89,7 +122,9 @@ fn act(world: &mut World, history: &mut History, step: &Step) {
             world.run(command).unwrap();
         }
         Step::Complete { lease } => {
-            let Some(work) = history.leases.get(*lease).copied() else { return };
+            let Some(work) = history.leases.get(*lease).copied() else {
+                return;
+            };
             let task = world.state.task_of(work.1.attempt).unwrap();
             let acknowledged = world.complete(work).is_ok();
             let done = matches!(
@@ -102,12 +137,23 @@ fn act(world: &mut World, history: &mut History, step: &Step) {
             }
         }
         Step::Fail { lease, kind } => {
-            let Some((worker, lease)) = history.leases.get(*lease).copied() else { return };
-            let failure = Failure { kind: *kind, message: "bad luck".to_owned() };
-            let _ = world.run(Command::Fail { worker, lease, failure });
+            let Some((worker, lease)) = history.leases.get(*lease).copied() else {
+                return;
+            };
+            let failure = Failure {
+                kind: *kind,
+                message: "bad luck".to_owned(),
+            };
+            let _ = world.run(Command::Fail {
+                worker,
+                lease,
+                failure,
+            });
         }
         Step::Stop { lease } => {
-            let Some((worker, lease)) = history.leases.get(*lease).copied() else { return };
+            let Some((worker, lease)) = history.leases.get(*lease).copied() else {
+                return;
+            };
             let _ = world.run(Command::Stopped { worker, lease });
         }
         Step::Dispatch => history.leases.extend(world.dispatch()),

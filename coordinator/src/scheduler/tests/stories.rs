@@ -13,12 +13,24 @@ fn a_job_runs_stage_by_stage_to_its_outcome() {
     let work = world.dispatch();
     world.effects.clear();
     world.complete(work[0]).unwrap();
-    assert!(world.effects.contains(&Effect::Plan { job }), "the stage's end asks for a plan");
+    assert!(
+        world.effects.contains(&Effect::Plan { job }),
+        "the stage's end asks for a plan"
+    );
     let revision = world.state.job(job).unwrap().results;
-    world.run(Command::OutcomeReached { job, revision, outcome: "{}".into() }).unwrap();
+    world
+        .run(Command::OutcomeReached {
+            job,
+            revision,
+            outcome: "{}".into(),
+        })
+        .unwrap();
     assert!(world.effects.contains(&Effect::WriteOutcome { job }));
     world.run(Command::OutcomeWritten { job }).unwrap();
-    assert!(matches!(world.state.job(job).unwrap().phase, JobPhase::Succeeded { .. }));
+    assert!(matches!(
+        world.state.job(job).unwrap().phase,
+        JobPhase::Succeeded { .. }
+    ));
     assert_eq!(world.replayed(), world.state);
 }
 
@@ -33,7 +45,13 @@ fn a_plan_is_asked_for_again_when_a_stage_ended_while_the_planner_thought() {
     let seen = world.state.job(job).unwrap().results;
     world.complete(work[1]).unwrap();
     world.effects.clear();
-    world.run(Command::StagesPlanned { job, revision: seen, stages: Vec::new() }).unwrap();
+    world
+        .run(Command::StagesPlanned {
+            job,
+            revision: seen,
+            stages: Vec::new(),
+        })
+        .unwrap();
     assert!(world.effects.contains(&Effect::Plan { job }));
 }
 
@@ -42,7 +60,10 @@ fn a_planner_that_names_nothing_fails_the_job_rather_than_hang_it() {
     let mut world = World::new();
     let job = world.submit("/out");
     world.plan(job, Vec::new());
-    assert!(matches!(world.state.job(job).unwrap().phase, JobPhase::Failed { .. }));
+    assert!(matches!(
+        world.state.job(job).unwrap().phase,
+        JobPhase::Failed { .. }
+    ));
 }
 
 #[test]
@@ -145,7 +166,10 @@ fn a_lease_with_any_part_changed_is_stale() {
     changed.attempt.0 += 1;
     wrong.push((worker, changed));
     for stale in wrong {
-        assert!(matches!(world.complete(stale), Err(Rejection::Stale(_))), "{stale:?}");
+        assert!(
+            matches!(world.complete(stale), Err(Rejection::Stale(_))),
+            "{stale:?}"
+        );
     }
 }
 
@@ -198,7 +222,12 @@ fn a_worker_that_leaves_gets_nothing_more_and_finishes_what_it_has() {
     let job = world.submit("/out");
     world.plan(job, vec![stage("score", 3)]);
     let work = world.dispatch();
-    world.run(Command::Leave { worker, epoch: Epoch(1) }).unwrap();
+    world
+        .run(Command::Leave {
+            worker,
+            epoch: Epoch(1),
+        })
+        .unwrap();
     assert_eq!(world.complete(work[0]), Ok(1));
     assert!(world.dispatch().is_empty());
     assert_eq!(world.state.worker(worker).unwrap().standing, Standing::Leaving);
@@ -230,9 +259,16 @@ fn a_measurement_has_its_host_for_itself() {
         world.run(Command::Introduce(introduction)).unwrap();
     }
     let job = world.submit("/out");
-    world.plan(job, vec![stage("calibrate", 1), measurement("profile"), stage("score", 2)]);
+    world.plan(
+        job,
+        vec![stage("calibrate", 1), measurement("profile"), stage("score", 2)],
+    );
     let first = world.dispatch();
-    assert_eq!(first.len(), 1, "the free device is kept quiet for the measurement");
+    assert_eq!(
+        first.len(),
+        1,
+        "the free device is kept quiet for the measurement"
+    );
     world.complete(first[0]).unwrap();
     let second = world.dispatch();
     assert_eq!(second.len(), 1, "nothing runs beside the measurement");
@@ -276,14 +312,29 @@ fn cancelling_stops_attempts_and_removes_only_when_they_have_stopped() {
     let job = world.submit("/out");
     world.plan(job, vec![stage("export", 2)]);
     let (worker, lease) = world.dispatch()[0];
-    world.run(Command::Cancel { job, reason: "changed my mind".to_owned() }).unwrap();
-    assert!(world.effects.contains(&Effect::StopAttempt { attempt: lease.attempt }));
+    world
+        .run(Command::Cancel {
+            job,
+            reason: "changed my mind".to_owned(),
+        })
+        .unwrap();
+    assert!(world.effects.contains(&Effect::StopAttempt {
+        attempt: lease.attempt
+    }));
     assert!(!world.effects.contains(&Effect::RemovePartial { job }));
     assert!(world.dispatch().is_empty());
     world.run(Command::Stopped { worker, lease }).unwrap();
     assert!(world.effects.contains(&Effect::RemovePartial { job }));
-    world.run(Command::Cancel { job, reason: String::new() }).unwrap();
-    let task = world.state.task(world.state.task_of(lease.attempt).unwrap()).unwrap();
+    world
+        .run(Command::Cancel {
+            job,
+            reason: String::new(),
+        })
+        .unwrap();
+    let task = world
+        .state
+        .task(world.state.task_of(lease.attempt).unwrap())
+        .unwrap();
     assert_eq!(task.phase, TaskPhase::Abandoned);
 }
 
@@ -304,7 +355,12 @@ fn two_jobs_never_write_to_one_directory() {
     let job = world.submit("/out");
     let rival = world.run(submission(None, "/out"));
     assert!(matches!(rival, Err(Rejection::OutputTaken { .. })));
-    world.run(Command::Cancel { job, reason: String::new() }).unwrap();
+    world
+        .run(Command::Cancel {
+            job,
+            reason: String::new(),
+        })
+        .unwrap();
     world.run(Command::PartialRemoved { job }).unwrap();
     world.run(submission(None, "/out")).unwrap();
 }

@@ -1,0 +1,213 @@
+//! Talking to a coordinator: a thin client with deadlines, whose errors say what to do.
+
+use std::time::Duration;
+
+use espalier_proto::MESSAGE_LIMIT_BYTES;
+use espalier_proto::v1::{self, jobs_client::JobsClient, submit_request::Spec};
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status, Streaming};
+
+use crate::{Error, Result};
+
+const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
+
+/// A connection to a coordinator's `Jobs` service. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Client {
+    inner: JobsClient<Channel>,
+    endpoint: String,
+    deadline: Duration,
+}
+
+impl Client {
+    /// Connects; every later call has this deadline, save the whole of a watch.
+    ///
+    /// # Errors
+    /// [`Error::Endpoint`] or [`Error::Unreachable`].
+    pub async fn connect(endpoint: &str, deadline: Duration) -> Result<Self> {
+        let with_scheme = if endpoint.contains("://") {
+            endpoint.to_owned()
+        } else {
+            format!("http://{endpoint}")
+        };
+        let wrong = |_| Error::Endpoint {
+            endpoint: endpoint.to_owned(),
+        };
+        let channel = Endpoint::from_shared(with_scheme.clone())
+            .map_err(wrong)?
+            .connect_timeout(CONNECT_DEADLINE.min(deadline))
+            .http2_keep_alive_interval(Duration::from_secs(10))
+            .keep_alive_timeout(Duration::from_secs(10))
+            .keep_alive_while_idle(true)
+            .tcp_nodelay(true)
+            .connect()
+            .await
+            .map_err(|error| Error::Unreachable {
+                endpoint: with_scheme.clone(),
+                message: innermost(&error),
+            })?;
+        let inner = JobsClient::new(channel)
+            .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
+            .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
+        Ok(Self {
+            inner,
+            endpoint: with_scheme,
+            deadline,
+        })
+    }
+
+    /// Submits a spec; gives the job, and whether an earlier submission with this request id had made it.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a wrong spec, [`Error::Conflict`] for a taken output or request id.
+    pub async fn submit(&mut self, spec: Spec, request_id: &str) -> Result<(v1::Job, bool)> {
+        let request = v1::SubmitRequest {
+            request_id: request_id.to_owned(),
+            spec: Some(spec),
+        };
+        let request = self.timed(request);
+        let response = self
+            .inner
+            .submit(request)
+            .await
+            .map_err(|status| self.error("submit", &status))?;
+        let v1::SubmitResponse { job, existed } = response.into_inner();
+        Ok((present(job)?, existed))
+    }
+
+    /// One job.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] when there is none.
+    pub async fn get(&mut self, job_id: &str) -> Result<v1::Job> {
+        let request = self.timed(v1::GetRequest {
+            job_id: job_id.to_owned(),
+        });
+        let response = self
+            .inner
+            .get(request)
+            .await
+            .map_err(|status| self.error("get", &status))?;
+        present(response.into_inner().job)
+    }
+
+    /// A page of jobs, the newest first, and the token of the next one.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a wrong token.
+    pub async fn list(
+        &mut self,
+        page_size: u32,
+        page_token: &str,
+        states: &[v1::JobState],
+    ) -> Result<(Vec<v1::Job>, Option<String>)> {
+        let request = self.timed(v1::ListRequest {
+            page_size,
+            page_token: page_token.to_owned(),
+            states: states.iter().map(|state| i32::from(*state)).collect(),
+        });
+        let response = self
+            .inner
+            .list(request)
+            .await
+            .map_err(|status| self.error("list", &status))?;
+        let v1::ListResponse {
+            jobs,
+            next_page_token,
+        } = response.into_inner();
+        Ok((jobs, Some(next_page_token).filter(|token| !token.is_empty())))
+    }
+
+    /// Follows a job from its first snapshot above `after_revision`.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] when there is none.
+    pub async fn watch(&mut self, job_id: &str, after_revision: u64) -> Result<Following> {
+        let request = v1::WatchRequest {
+            job_id: job_id.to_owned(),
+            after_revision,
+        };
+        let opened = tokio::time::timeout(self.deadline, self.inner.watch(request)).await;
+        let response = opened
+            .map_err(|_| Error::Timeout { call: "watch" })?
+            .map_err(|status| self.error("watch", &status))?;
+        Ok(Following {
+            inner: response.into_inner(),
+            client: self.clone(),
+        })
+    }
+
+    /// Ends a job.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`], or [`Error::Conflict`] when it has ended otherwise.
+    pub async fn cancel(&mut self, job_id: &str, reason: &str) -> Result<v1::Job> {
+        let request = self.timed(v1::CancelRequest {
+            job_id: job_id.to_owned(),
+            reason: reason.to_owned(),
+        });
+        let response = self
+            .inner
+            .cancel(request)
+            .await
+            .map_err(|status| self.error("cancel", &status))?;
+        present(response.into_inner().job)
+    }
+
+    fn timed<T>(&self, message: T) -> tonic::Request<T> {
+        let mut request = tonic::Request::new(message);
+        request.set_timeout(self.deadline);
+        request
+    }
+
+    fn error(&self, call: &'static str, status: &Status) -> Error {
+        let message = status.message().to_owned();
+        match status.code() {
+            Code::NotFound => Error::NotFound(message),
+            Code::InvalidArgument => Error::Invalid(message),
+            Code::FailedPrecondition | Code::AlreadyExists => Error::Conflict(message),
+            Code::ResourceExhausted => Error::Exhausted(message),
+            Code::DeadlineExceeded => Error::Timeout { call },
+            // tonic tells a deadline of its own by cancelling.
+            Code::Cancelled if message.contains("imeout") => Error::Timeout { call },
+            Code::Unavailable => Error::Unreachable {
+                endpoint: self.endpoint.clone(),
+                message,
+            },
+            code => Error::Internal(format!("{call}: {message} ({code:?})")),
+        }
+    }
+}
+
+/// Snapshots of a job.
+#[derive(Debug)]
+pub struct Following {
+    inner: Streaming<v1::WatchResponse>,
+    client: Client,
+}
+
+impl Following {
+    /// The next snapshot; none after the last, which is terminal.
+    ///
+    /// # Errors
+    /// [`Error::Unreachable`] when the coordinator went away; watch again with revision 0.
+    pub async fn next(&mut self) -> Result<Option<v1::Job>> {
+        let response = self.inner.message().await;
+        match response.map_err(|status| self.client.error("watch", &status))? {
+            Some(response) => present(response.job).map(Some),
+            None => Ok(None),
+        }
+    }
+}
+
+fn present(job: Option<v1::Job>) -> Result<v1::Job> {
+    job.ok_or_else(|| Error::Internal("the coordinator's answer has no job".to_owned()))
+}
+
+fn innermost(error: &dyn std::error::Error) -> String {
+    let mut error = error;
+    while let Some(source) = error.source() {
+        error = source;
+    }
+    error.to_string()
+}

@@ -1,0 +1,235 @@
+//! A running coordinator: one loop that owns the state, and the gRPC services that talk to it.
+//!
+//! The loop ([`owner`]) is the only one to touch the state and the journal; everybody else sends it
+//! [`owner::Request`]s over one bounded channel. Planning, report writing and removal run beside it on
+//! blocking threads and report back the same way.
+
+mod adapter;
+mod jobs;
+mod outcome;
+mod owner;
+mod planner;
+mod view;
+mod watch;
+mod workers;
+
+use std::fs::File;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use espalier_proto::MESSAGE_LIMIT_BYTES;
+use espalier_proto::v1::jobs_server::JobsServer;
+use espalier_proto::v1::workers_server::WorkersServer;
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, watch as signal};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, timeout_at};
+use tokio_stream::wrappers::TcpListenerStream;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::{Error, Result};
+use owner::{Owner, Request};
+pub use adapter::PipelinePlanner;
+pub use planner::{Planned, Planner, StageSnapshot};
+
+/// Requests that may wait for the loop.
+const REQUESTS: usize = 1024;
+
+/// How a coordinator runs.
+#[derive(Debug, Clone)]
+pub struct CoordinatorOptions {
+    /// Where it listens; port 0 takes a free one. Default: `127.0.0.1:7474`.
+    pub listen: SocketAddr,
+    /// Where its journal lies; made when missing.
+    pub data_dir: PathBuf,
+    /// Where artifacts lie: a directory or a URL that workers can reach too. Default: `artifacts` in `data_dir`.
+    pub store: Option<String>,
+    /// Workers are asked for a heartbeat this often. Default: 2 s.
+    pub heartbeat_interval: Duration,
+    /// Silence after which a worker's tasks are handed on. Default: 30 s.
+    pub worker_lost: Duration,
+    /// How long a worker out of touch goes on working. Default: 30 min.
+    pub orphan_grace: Duration,
+}
+
+impl CoordinatorOptions {
+    /// The defaults, with the journal in this directory.
+    pub fn new(data_dir: impl Into<PathBuf>) -> Self {
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 7474)),
+            data_dir: data_dir.into(),
+            store: None,
+            heartbeat_interval: Duration::from_secs(2),
+            worker_lost: Duration::from_secs(30),
+            orphan_grace: Duration::from_secs(30 * 60),
+        }
+    }
+}
+
+/// Starts coordinators.
+#[derive(Debug)]
+pub struct Coordinator;
+
+impl Coordinator {
+    /// Replays the journal and serves. Returns once it listens.
+    ///
+    /// # Errors
+    /// When the data directory is another's or damaged, or the address cannot be listened on.
+    pub async fn start(options: CoordinatorOptions) -> Result<Handle> {
+        Self::start_with(options, Arc::new(PipelinePlanner)).await
+    }
+
+    /// The same, with another planner in the pipeline's place.
+    ///
+    /// # Errors
+    /// As [`Coordinator::start`].
+    pub async fn start_with(
+        options: CoordinatorOptions,
+        planner: Arc<dyn Planner>,
+    ) -> Result<Handle> {
+        let listener = TcpListener::bind(options.listen)
+            .await
+            .map_err(|source| Error::Listen { address: options.listen, source })?;
+        let address = listener
+            .local_addr()
+            .map_err(|source| Error::Listen { address: options.listen, source })?;
+        let lock = lock(&options.data_dir)?;
+        let (requests, inbox) = mpsc::channel(REQUESTS);
+        let stop = CancellationToken::new();
+        let tasks = TaskTracker::new();
+        let (failure, failed) = signal::channel(None);
+        let opened = {
+            let (requests, tasks) = (requests.downgrade(), tasks.clone());
+            let open = move || Owner::open(options, planner, requests, tasks);
+            tokio::task::spawn_blocking(open)
+                .await
+                .map_err(|error| Error::Internal(error.to_string()))??
+        };
+        let owner = thread::Builder::new().name("espalier-owner".to_owned()).spawn({
+            let runtime = tokio::runtime::Handle::current();
+            let stop = stop.clone();
+            move || {
+                let _lock = lock;
+                let ended = opened.run(inbox, &runtime);
+                if let Err(error) = ended {
+                    tracing::error!(%error, "the coordinator stops");
+                    failure.send_replace(Some(error.to_string()));
+                }
+                stop.cancel();
+            }
+        });
+        let owner = owner.map_err(|error| Error::Internal(error.to_string()))?;
+        let server = tokio::spawn(serve(listener, requests.clone(), tasks.clone(), stop.clone()));
+        let ticker = tokio::spawn(owner::tick(requests.clone(), stop.clone()));
+        tracing::info!(%address, "the coordinator listens");
+        Ok(Handle { address, requests, failed, stop, tasks, owner, server, ticker })
+    }
+}
+
+/// A running coordinator.
+#[derive(Debug)]
+pub struct Handle {
+    address: SocketAddr,
+    requests: mpsc::Sender<Request>,
+    failed: signal::Receiver<Option<String>>,
+    stop: CancellationToken,
+    tasks: TaskTracker,
+    owner: thread::JoinHandle<()>,
+    server: JoinHandle<Result<(), tonic::transport::Error>>,
+    ticker: JoinHandle<()>,
+}
+
+impl Handle {
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The endpoint that clients and workers connect to.
+    pub fn endpoint(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// Waits until the coordinator cannot go on, as when its journal fails; says why.
+    pub async fn failed(&self) -> String {
+        let mut failed = self.failed.clone();
+        let reason = failed.wait_for(Option::is_some).await;
+        reason
+            .ok()
+            .and_then(|reason| reason.clone())
+            .unwrap_or_else(|| "the coordinator has stopped".to_owned())
+    }
+
+    /// Stops: streams are closed, what runs beside the loop is waited for until the deadline.
+    ///
+    /// # Errors
+    /// When something still ran at the deadline.
+    pub async fn shutdown(self, deadline: Duration) -> Result<()> {
+        let deadline = Instant::now() + deadline;
+        let late = |_| Error::Internal("the coordinator did not stop in time".to_owned());
+        self.tasks.close();
+        // The loop may be gone already, having failed.
+        let _ = timeout_at(deadline, self.requests.send(Request::Stop)).await.map_err(late)?;
+        self.stop.cancel();
+        let mut server = self.server;
+        if timeout_at(deadline, &mut server).await.is_err() {
+            server.abort();
+        }
+        timeout_at(deadline, self.ticker).await.map(drop).map_err(late)?;
+        timeout_at(deadline, self.tasks.wait()).await.map_err(late)?;
+        let owner = tokio::task::spawn_blocking(move || self.owner.join());
+        timeout_at(deadline, owner).await.map(drop).map_err(late)
+    }
+}
+
+fn lock(directory: &Path) -> Result<File> {
+    let file_error = |action, path: &Path| {
+        let path = path.to_owned();
+        move |source| Error::File { action, path, source }
+    };
+    std::fs::create_dir_all(directory).map_err(file_error("create", directory))?;
+    let path = directory.join("lock");
+    let file = File::options()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(&path)
+        .map_err(file_error("open", &path))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(std::fs::TryLockError::WouldBlock) => {
+            Err(Error::InUse { path: directory.to_owned() })
+        }
+        Err(std::fs::TryLockError::Error(source)) => {
+            Err(Error::File { action: "lock", path, source })
+        }
+    }
+}
+
+async fn serve(
+    listener: TcpListener,
+    requests: mpsc::Sender<Request>,
+    tasks: TaskTracker,
+    stop: CancellationToken,
+) -> Result<(), tonic::transport::Error> {
+    let jobs = JobsServer::new(jobs::Service { requests: requests.clone() })
+        .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
+        .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
+    let workers = WorkersServer::new(workers::Service { requests, tasks, stop: stop.clone() })
+        .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
+        .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
+    tonic::transport::Server::builder()
+        .http2_keepalive_interval(Some(Duration::from_secs(10)))
+        .http2_keepalive_timeout(Some(Duration::from_secs(20)))
+        .tcp_nodelay(true)
+        .concurrency_limit_per_connection(256)
+        .max_concurrent_streams(256)
+        .add_service(jobs)
+        .add_service(workers)
+        .serve_with_incoming_shutdown(TcpListenerStream::new(listener), stop.cancelled_owned())
+        .await
+}

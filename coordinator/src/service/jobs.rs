@@ -1,0 +1,227 @@
+//! The `Jobs` service: checks what comes in, asks the loop, translates what goes out.
+
+use std::path::Path;
+use std::pin::Pin;
+use std::time::Duration;
+
+use espalier_proto::v1::{self, jobs_server::Jobs};
+use futures::Stream;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::timeout;
+use tonic::{Request, Response, Status};
+
+use super::owner::{self, Listing};
+use super::{outcome, watch::Following};
+use crate::scheduler::JobId;
+use crate::spec::JobSpec;
+
+const ANSWER_DEADLINE: Duration = Duration::from_secs(30);
+const REQUEST_ID_CHARACTERS: usize = 128;
+const PAGE: u32 = 50;
+const LARGEST_PAGE: u32 = 500;
+
+/// The service.
+#[derive(Debug)]
+pub struct Service {
+    pub(super) requests: mpsc::Sender<owner::Request>,
+}
+
+/// Asks the loop and waits for its answer, within a deadline.
+pub(super) async fn ask<T>(
+    requests: &mpsc::Sender<owner::Request>,
+    request: impl FnOnce(oneshot::Sender<Result<T, Status>>) -> owner::Request,
+) -> Result<T, Status> {
+    let stopping = || Status::unavailable("the coordinator is stopping");
+    let (reply, answer) = oneshot::channel();
+    let exchange = async {
+        requests.send(request(reply)).await.map_err(|_| stopping())?;
+        answer.await.map_err(|_| stopping())?
+    };
+    timeout(ANSWER_DEADLINE, exchange)
+        .await
+        .map_err(|_| Status::deadline_exceeded("the coordinator is too busy to answer"))?
+}
+
+fn parse_id(text: &str) -> Result<JobId, Status> {
+    text.parse().map_err(Status::invalid_argument)
+}
+
+/// Reads and checks a spec; needs the file system, so it runs on a blocking thread.
+fn admit(spec: v1::submit_request::Spec) -> Result<owner::Submission, Status> {
+    let base = std::env::current_dir().unwrap_or_else(|_| Path::new("/").to_owned());
+    let parsed = match spec {
+        v1::submit_request::Spec::Yaml(text) => JobSpec::from_yaml(&text, &base),
+        v1::submit_request::Spec::Json(text) => JobSpec::from_json(&text),
+    };
+    let invalid = |error: crate::spec::SpecError| Status::invalid_argument(error.to_string());
+    let spec = parsed.map_err(invalid)?;
+    spec.check_files().map_err(invalid)?;
+    let output = spec.output.clone().ok_or_else(|| {
+        Status::invalid_argument("output: missing: name the directory to write the outcome to")
+    })?;
+    let free = outcome::check_free(Path::new(&output));
+    let device_kind = serde_json::to_value(spec.target.device)
+        .ok()
+        .and_then(|kind| kind.as_str().map(str::to_owned))
+        .ok_or_else(|| Status::internal("the target's device has no name"))?;
+    let text = serde_json::to_string(&spec).map_err(|error| Status::internal(error.to_string()))?;
+    Ok(owner::Submission {
+        spec: text.into(),
+        parent: spec.parent,
+        output,
+        device_kind,
+        free,
+    })
+}
+
+#[tonic::async_trait]
+impl Jobs for Service {
+    async fn submit(
+        &self,
+        request: Request<v1::SubmitRequest>,
+    ) -> Result<Response<v1::SubmitResponse>, Status> {
+        let v1::SubmitRequest { request_id, spec } = request.into_inner();
+        if request_id.chars().count() > REQUEST_ID_CHARACTERS {
+            return Err(Status::invalid_argument(format!(
+                "request_id: has more than {REQUEST_ID_CHARACTERS} characters"
+            )));
+        }
+        let spec = spec.ok_or_else(|| Status::invalid_argument("spec: missing"))?;
+        let submission = tokio::task::spawn_blocking(move || admit(spec))
+            .await
+            .map_err(|error| Status::internal(error.to_string()))??;
+        let request_id = Some(request_id).filter(|id| !id.is_empty());
+        let (job, existed) = ask(&self.requests, |reply| owner::Request::Submit {
+            request_id,
+            submission: Box::new(submission),
+            reply,
+        })
+        .await?;
+        Ok(Response::new(v1::SubmitResponse {
+            job: Some(job),
+            existed,
+        }))
+    }
+
+    async fn get(&self, request: Request<v1::GetRequest>) -> Result<Response<v1::GetResponse>, Status> {
+        let job = parse_id(&request.get_ref().job_id)?;
+        let job = ask(&self.requests, |reply| owner::Request::Get { job, reply }).await?;
+        Ok(Response::new(v1::GetResponse { job: Some(job) }))
+    }
+
+    async fn list(&self, request: Request<v1::ListRequest>) -> Result<Response<v1::ListResponse>, Status> {
+        let v1::ListRequest {
+            page_size,
+            page_token,
+            states,
+        } = request.into_inner();
+        let before = match page_token.as_str() {
+            "" => None,
+            token => Some(
+                parse_id(token)
+                    .map_err(|_| Status::invalid_argument("page_token: is not one that List has given"))?,
+            ),
+        };
+        let size = if page_size == 0 {
+            PAGE
+        } else {
+            page_size.min(LARGEST_PAGE)
+        };
+        let size = usize::try_from(size).unwrap_or(1);
+        let listing = Listing { before, size, states };
+        let jobs = ask(&self.requests, |reply| owner::Request::List { listing, reply }).await?;
+        let next_page_token = match jobs.last() {
+            Some(last) if jobs.len() == size => last.id.clone(),
+            _ => String::new(),
+        };
+        Ok(Response::new(v1::ListResponse {
+            jobs,
+            next_page_token,
+        }))
+    }
+
+    type WatchStream = Pin<Box<dyn Stream<Item = Result<v1::WatchResponse, Status>> + Send>>;
+
+    async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        let v1::WatchRequest {
+            job_id,
+            after_revision,
+        } = request.into_inner();
+        let job = parse_id(&job_id)?;
+        let following = ask(&self.requests, |reply| owner::Request::Watch { job, reply }).await?;
+        Ok(Response::new(Box::pin(snapshots(following, after_revision))))
+    }
+
+    async fn cancel(
+        &self,
+        request: Request<v1::CancelRequest>,
+    ) -> Result<Response<v1::CancelResponse>, Status> {
+        let v1::CancelRequest { job_id, mut reason } = request.into_inner();
+        let job = parse_id(&job_id)?;
+        if reason.is_empty() {
+            "cancelled by a user".clone_into(&mut reason);
+        }
+        let job = ask(&self.requests, |reply| owner::Request::Cancel {
+            job,
+            reason,
+            reply,
+        })
+        .await?;
+        Ok(Response::new(v1::CancelResponse { job: Some(job) }))
+    }
+}
+
+struct Follower {
+    following: Following,
+    seen: u64,
+    first: bool,
+    ended: bool,
+}
+
+fn snapshots(
+    following: Following,
+    after_revision: u64,
+) -> impl Stream<Item = Result<v1::WatchResponse, Status>> + Send {
+    let follower = Follower {
+        following,
+        seen: after_revision,
+        first: true,
+        ended: false,
+    };
+    futures::stream::unfold(follower, |mut follower| async move {
+        if follower.ended {
+            return None;
+        }
+        loop {
+            if !follower.first && follower.following.changed().await.is_err() {
+                follower.ended = true;
+                let stopping = Status::unavailable("the coordinator is stopping");
+                return Some((Err(stopping), follower));
+            }
+            let job = follower.following.borrow_and_update().clone();
+            follower.ended = is_terminal(job.state());
+            let first = std::mem::take(&mut follower.first);
+            if first && job.revision <= follower.seen && !follower.ended {
+                continue;
+            }
+            if !first && job.revision <= follower.seen {
+                // Another client began to follow: the snapshot is one this client has.
+                if follower.ended {
+                    return None;
+                }
+                continue;
+            }
+            let lagged = !first && job.revision > follower.seen.saturating_add(1);
+            follower.seen = job.revision;
+            let job = Some(job.as_ref().clone());
+            return Some((Ok(v1::WatchResponse { job, lagged }), follower));
+        }
+    })
+}
+
+fn is_terminal(state: v1::JobState) -> bool {
+    match state {
+        v1::JobState::Succeeded | v1::JobState::Failed | v1::JobState::Cancelled => true,
+        v1::JobState::Unspecified | v1::JobState::Queued | v1::JobState::Running => false,
+    }
+}

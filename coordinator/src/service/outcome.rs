@@ -1,0 +1,100 @@
+//! The directory of an outcome: filled beside its place under another name, and renamed last.
+
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::Planner;
+
+/// Where an outcome grows before it is complete: `output.partial`.
+pub fn partial(output: &Path) -> PathBuf {
+    let mut name = OsString::from(output);
+    name.push(".partial");
+    PathBuf::from(name)
+}
+
+/// Refuses an output that a job could not be put at.
+///
+/// # Errors
+/// One line for the user.
+pub fn check_free(output: &Path) -> Result<(), String> {
+    if !output.is_absolute() {
+        return Err(format!(
+            "output: `{}` is relative: give an absolute path",
+            output.display()
+        ));
+    }
+    if fs::symlink_metadata(output).is_ok() {
+        return Err(format!(
+            "output: `{}` exists: choose another directory, or move it away",
+            output.display()
+        ));
+    }
+    let partial = partial(output);
+    if fs::symlink_metadata(&partial).is_ok() {
+        return Err(format!(
+            "output: `{}` is left over from an interrupted job: remove it, or choose another directory",
+            partial.display()
+        ));
+    }
+    Ok(())
+}
+
+/// Writes the reports and moves the whole into place. May be called again after an interruption.
+///
+/// # Errors
+/// One line for the user.
+pub fn finish(planner: &dyn Planner, outcome: &str, output: &Path) -> Result<(), String> {
+    let partial = partial(output);
+    if !partial.is_dir() {
+        let moved_before = output.join("report.json").is_file();
+        return if moved_before {
+            Ok(())
+        } else {
+            Err(format!(
+                "`{}` has disappeared while the job ran",
+                partial.display()
+            ))
+        };
+    }
+    planner.write_report(outcome, &partial)?;
+    let moved = sync_tree(&partial).and_then(|()| fs::rename(&partial, output));
+    moved.map_err(|error| {
+        format!(
+            "cannot move `{}` to `{}`: {error}",
+            partial.display(),
+            output.display()
+        )
+    })?;
+    let parent = output.parent().unwrap_or(Path::new("/"));
+    fs::File::open(parent)
+        .and_then(|directory| directory.sync_all())
+        .map_err(|error| format!("cannot sync `{}`: {error}", parent.display()))
+}
+
+/// Removes what a job had half-written.
+///
+/// # Errors
+/// One line for the log.
+pub fn remove_partial(output: &Path) -> Result<(), String> {
+    let partial = partial(output);
+    match fs::remove_dir_all(&partial) {
+        Ok(()) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(format!("cannot remove `{}`: {error}", partial.display())),
+    }
+}
+
+/// Makes files and names below a directory durable, before a rename promises that they are there.
+fn sync_tree(directory: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(directory)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            sync_tree(&path)?;
+        } else {
+            fs::File::open(&path)?.sync_all()?;
+        }
+    }
+    fs::File::open(directory)?.sync_all()
+}

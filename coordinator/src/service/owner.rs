@@ -1,0 +1,302 @@
+//! The loop: the only one to touch the state and the journal.
+//!
+//! It takes what waits in its inbox, decides and applies it, commits the journal once for all of it, and
+//! only then answers and acts. When the disk is full nothing of the batch has happened: the state is
+//! replayed, those who asked are told, and workers keep their results and send them again.
+
+mod act;
+mod handle;
+mod request;
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use espalier_proto::task::Progress;
+use espalier_proto::v1;
+use tokio::runtime;
+use tokio::sync::mpsc;
+use tokio::time::MissedTickBehavior;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tonic::Status;
+
+pub use request::{Greeting, Listing, Outbox, Report, Request, Submission, WorkerHandle};
+
+use super::watch::Watchers;
+use super::{CoordinatorOptions, Planner, view};
+use crate::journal::{self, Journal};
+use crate::scheduler::{
+    AttemptId, Command, Effect, Epoch, Event, JobId, Now, Rejection, State, WorkerId, apply, decide, effects,
+    resume,
+};
+use crate::{Error, Result};
+
+/// Requests taken in one turn, and so committed together.
+const BATCH: usize = 256;
+/// How often the loop looks at silence and publishes changes.
+const TICK: Duration = Duration::from_millis(100);
+/// How long after a full disk the loop tries again by itself.
+const FULL_PAUSE: Duration = Duration::from_secs(2);
+
+/// What is said once the turn is durable, or is not.
+type Answer = Box<dyn FnOnce(&mut Owner, Result<(), Status>) + Send>;
+
+struct Link {
+    epoch: Epoch,
+    number: u64,
+    outbox: Outbox,
+    stop: CancellationToken,
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+/// The loop's belongings.
+pub struct Owner {
+    options: CoordinatorOptions,
+    store: String,
+    planner: Arc<dyn Planner>,
+    requests: mpsc::WeakSender<Request>,
+    tasks: TaskTracker,
+    journal: Journal,
+    state: State,
+    effects: Vec<Effect>,
+    answers: Vec<Answer>,
+    links: HashMap<WorkerId, Link>,
+    next_link: u64,
+    heard: HashMap<WorkerId, Instant>,
+    progress: HashMap<AttemptId, Progress>,
+    watchers: Watchers,
+    planning: HashSet<JobId>,
+    writing: HashSet<JobId>,
+    full_until: Option<Instant>,
+    stopping: bool,
+}
+
+/// Wakes the loop regularly, until told to stop.
+pub async fn tick(requests: mpsc::Sender<Request>, stop: CancellationToken) {
+    let mut interval = tokio::time::interval(TICK);
+    interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            _ = interval.tick() => {}
+        }
+        if requests.send(Request::Tick).await.is_err() {
+            return;
+        }
+    }
+}
+
+impl Owner {
+    /// Replays the journal and begins a term.
+    ///
+    /// # Errors
+    /// When the journal or the store's directory cannot be used.
+    pub fn open(
+        options: CoordinatorOptions,
+        planner: Arc<dyn Planner>,
+        requests: mpsc::WeakSender<Request>,
+        tasks: TaskTracker,
+    ) -> Result<Self> {
+        let mut state = State::default();
+        let directory = options.data_dir.join("journal");
+        let visit = &mut |event: Event| apply(&mut state, &event);
+        let journal = Journal::open(&directory, journal::Options::default(), visit)?;
+        let location = options
+            .store
+            .clone()
+            .unwrap_or_else(|| options.data_dir.join("artifacts").to_string_lossy().into_owned());
+        let store = espalier_artifact::ArtifactStore::open(&location)
+            .map_err(|error| Error::Invalid(format!("store: {error}")))?;
+        let known = state.workers().map(|worker| worker.id).collect::<Vec<_>>();
+        let started = Instant::now();
+        let mut owner = Self {
+            options,
+            store: store.location(),
+            planner,
+            requests,
+            tasks,
+            journal,
+            state,
+            effects: Vec::new(),
+            answers: Vec::new(),
+            links: HashMap::new(),
+            next_link: 0,
+            heard: known.into_iter().map(|worker| (worker, started)).collect(),
+            progress: HashMap::new(),
+            watchers: Watchers::new(crate::scheduler::Term::default()),
+            planning: HashSet::new(),
+            writing: HashSet::new(),
+            full_until: None,
+            stopping: false,
+        };
+        owner
+            .decide(Command::BeginTerm)
+            .map_err(|error| Error::Internal(error.to_string()))?;
+        owner.journal.commit()?;
+        owner.watchers = Watchers::new(owner.state.term());
+        owner.effects = resume(&owner.state);
+        Ok(owner)
+    }
+
+    /// Runs until told to stop.
+    ///
+    /// # Errors
+    /// When the journal fails: nothing more may be promised.
+    pub fn run(mut self, mut inbox: mpsc::Receiver<Request>, runtime: &runtime::Handle) -> Result<()> {
+        self.act(runtime);
+        let mut batch = Vec::with_capacity(BATCH);
+        while !self.stopping && inbox.blocking_recv_many(&mut batch, BATCH) > 0 {
+            self.turn(&mut batch, runtime)?;
+        }
+        inbox.close();
+        Ok(())
+    }
+
+    fn turn(&mut self, batch: &mut Vec<Request>, runtime: &runtime::Handle) -> Result<()> {
+        let mut ticked = false;
+        for request in batch.drain(..) {
+            ticked |= matches!(request, Request::Tick);
+            self.handle(request);
+        }
+        let rests = self.full_until.is_some_and(|until| Instant::now() < until);
+        if !rests {
+            self.dispatch();
+        }
+        match self.journal.commit() {
+            Ok(()) => {
+                if !rests && self.full_until.take().is_some() {
+                    self.effects.extend(resume(&self.state));
+                }
+                for answer in std::mem::take(&mut self.answers) {
+                    answer(self, Ok(()));
+                }
+                self.act(runtime);
+            }
+            Err(error @ journal::Error::Full { .. }) => self.step_back(&error)?,
+            Err(error) => return Err(error.into()),
+        }
+        if ticked {
+            self.publish();
+        }
+        Ok(())
+    }
+
+    /// Nothing of the turn has happened: the state goes back to what the journal says.
+    fn step_back(&mut self, error: &journal::Error) -> Result<()> {
+        tracing::error!(%error, "nothing new is taken until there is room");
+        let mut state = State::default();
+        self.journal
+            .replay(&mut |event: Event| apply(&mut state, &event))?;
+        self.state = state;
+        self.effects.clear();
+        // Workers send what was not acknowledged again when they come back.
+        self.links.clear();
+        self.full_until = Some(Instant::now() + FULL_PAUSE);
+        let status = Status::resource_exhausted(error.to_string());
+        for answer in std::mem::take(&mut self.answers) {
+            answer(self, Err(status.clone()));
+        }
+        Ok(())
+    }
+
+    fn decide(&mut self, command: Command) -> Result<(), Rejection> {
+        let events = decide(&self.state, command, now())?;
+        self.journal
+            .append(&events)
+            .map_err(|error| Rejection::Invalid(error.to_string()))?;
+        for event in &events {
+            apply(&mut self.state, event);
+            self.effects.extend(effects(&self.state, event));
+        }
+        Ok(())
+    }
+
+    fn dispatch(&mut self) {
+        let away = |worker: &crate::scheduler::Worker| !self.links.contains_key(&worker.id);
+        let absent: BTreeSet<WorkerId> = self
+            .state
+            .workers()
+            .filter(|worker| away(worker))
+            .map(|worker| worker.id)
+            .collect();
+        if let Err(error) = self.decide(Command::Dispatch { absent }) {
+            tracing::error!(%error, "no task can be handed out");
+        }
+    }
+
+    fn silence(&mut self) {
+        let lost = self.options.worker_lost;
+        let is_lost = |worker: &&crate::scheduler::Worker| {
+            worker.standing != crate::scheduler::Standing::Lost
+                && self
+                    .heard
+                    .get(&worker.id)
+                    .is_none_or(|heard| heard.elapsed() >= lost)
+        };
+        let silent: Vec<(WorkerId, Epoch)> = self
+            .state
+            .workers()
+            .filter(is_lost)
+            .map(|worker| (worker.id, worker.epoch))
+            .collect();
+        for (worker, epoch) in silent {
+            tracing::warn!(%worker, "nothing was heard from the worker: its tasks are handed on");
+            if let Err(error) = self.decide(Command::WorkerSilent { worker, epoch }) {
+                tracing::error!(%error, "the worker cannot be given up");
+            }
+        }
+        let (state, progress) = (&self.state, &mut self.progress);
+        progress.retain(|attempt, _| state.attempt(*attempt).is_some());
+    }
+
+    fn publish(&mut self) {
+        let (state, progress, now) = (&self.state, &self.progress, now().unix_ms);
+        self.watchers.publish(|job, revision| {
+            state
+                .job(job)
+                .map(|job| view::job(state, job, revision, progress, now))
+        });
+    }
+
+    fn view(&self, job: JobId) -> Result<v1::Job, Status> {
+        let known = self
+            .state
+            .job(job)
+            .ok_or_else(|| status(&Rejection::NoSuchJob(job)))?;
+        let revision = self.watchers.revision(job);
+        Ok(view::job(
+            &self.state,
+            known,
+            revision,
+            &self.progress,
+            now().unix_ms,
+        ))
+    }
+}
+
+/// Wall clock, for display.
+fn now() -> Now {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    Now {
+        unix_ms: i64::try_from(since.as_millis()).unwrap_or(i64::MAX),
+    }
+}
+
+/// A rejection as a gRPC status.
+fn status(rejection: &Rejection) -> Status {
+    let text = rejection.to_string();
+    match rejection {
+        Rejection::NoSuchJob(_) => Status::not_found(text),
+        Rejection::RequestIdTaken { .. } | Rejection::SubmittedBefore(_) | Rejection::OutputTaken { .. } => {
+            Status::already_exists(text)
+        }
+        Rejection::JobEnded { .. } | Rejection::Stale(_) => Status::failed_precondition(text),
+        Rejection::Invalid(_) => Status::invalid_argument(text),
+    }
+}

@@ -1,0 +1,177 @@
+//! Effects: what is done in the world once a turn is durable.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use espalier_proto::v1::{self, coordinator_message::Message};
+use tokio::runtime;
+
+use super::handle::wire;
+use super::{Owner, Request};
+use crate::scheduler::{AttemptId, Effect, JobId, JobPhase, Payload, Stage, Task, TaskPhase, WorkerId};
+use crate::service::{StageSnapshot, outcome};
+
+impl Owner {
+    pub(super) fn act(&mut self, runtime: &runtime::Handle) {
+        for effect in std::mem::take(&mut self.effects) {
+            match effect {
+                Effect::Assign { attempt } => self.assign(attempt),
+                Effect::StopAttempt { attempt } => self.stop_attempt(attempt),
+                Effect::Plan { job } => self.plan(job, runtime),
+                Effect::WriteOutcome { job } => self.write_outcome(job, runtime),
+                Effect::RemovePartial { job } => self.remove_partial(job, runtime),
+                Effect::Disconnect { worker } => {
+                    self.links.remove(&worker);
+                }
+                Effect::Changed { job } => self.watchers.changed(job),
+            }
+        }
+    }
+
+    /// Sends to a worker; one that does not keep up loses its stream and is told all again when it comes back.
+    pub(super) fn send(&mut self, worker: WorkerId, message: Message) {
+        let Some(link) = self.links.get(&worker) else {
+            return;
+        };
+        let message = v1::CoordinatorMessage {
+            message: Some(message),
+        };
+        if link.outbox.try_send(Ok(message)).is_err() {
+            tracing::warn!(%worker, "the worker does not take its messages: its stream is closed");
+            self.links.remove(&worker);
+        }
+    }
+
+    pub(super) fn assign(&mut self, attempt: AttemptId) {
+        let Some(attempt) = self.state.attempt(attempt).filter(|attempt| !attempt.cancelled) else {
+            return;
+        };
+        let Some(task) = self.state.task(attempt.task) else {
+            return;
+        };
+        tracing::info!(
+            job = %task.job, task = %task.id, attempt = %attempt.lease.attempt, kind = task.kind,
+            worker = %attempt.worker, "a task was handed out"
+        );
+        let assign = v1::Assign {
+            lease: Some(wire(attempt.lease)),
+            task_id: task.id.0,
+            job_id: task.job.to_string(),
+            device_id: attempt.device.clone(),
+            spec_json: Bytes::copy_from_slice(task.payload.as_str().as_bytes()),
+        };
+        self.send(attempt.worker, Message::Assign(assign));
+    }
+
+    pub(super) fn stop_attempt(&mut self, attempt: AttemptId) {
+        let Some(attempt) = self.state.attempt(attempt) else {
+            return;
+        };
+        let reason = self
+            .state
+            .job(attempt.job)
+            .map(|job| job.phase.name())
+            .unwrap_or_default();
+        let reason = format!("{} has {reason}", attempt.job);
+        let cancel = v1::Cancel {
+            lease: Some(wire(attempt.lease)),
+            reason,
+        };
+        self.send(attempt.worker, Message::Cancel(cancel));
+    }
+
+    fn plan(&mut self, job: JobId, runtime: &runtime::Handle) {
+        let Some(known) = self.state.job(job).filter(|job| job.wants_plan()) else {
+            return;
+        };
+        if self.planning.contains(&job) {
+            // It is asked again when this answer has come, as what it saw is older.
+            return;
+        }
+        let (spec, revision) = (known.spec.clone(), known.results);
+        let stages = self.snapshots(job);
+        let planner = Arc::clone(&self.planner);
+        self.planning.insert(job);
+        self.beside(runtime, move || {
+            let planned = planner.plan(spec.as_str(), &stages);
+            Request::Planned {
+                job,
+                revision,
+                planned,
+            }
+        });
+    }
+
+    fn snapshots(&self, job: JobId) -> Vec<StageSnapshot> {
+        let Some(job) = self.state.job(job) else {
+            return Vec::new();
+        };
+        let snapshot = |stage: &Stage| {
+            let milliseconds = match (stage.started_at, stage.finished_at) {
+                (Some(start), Some(end)) => u32::try_from(end.saturating_sub(start)).unwrap_or(0),
+                _ => 0,
+            };
+            StageSnapshot {
+                name: stage.name.clone(),
+                decision: stage.decision.clone(),
+                outputs: self.outputs(stage),
+                seconds: f64::from(milliseconds) / 1e3,
+            }
+        };
+        job.stages.iter().map(snapshot).collect()
+    }
+
+    fn outputs(&self, stage: &Stage) -> Option<Vec<Payload>> {
+        let output = |task: &Task| match &task.phase {
+            TaskPhase::Done { output, .. } => Some(output.clone()),
+            _ => None,
+        };
+        self.state.stage_tasks(stage).map(output).collect()
+    }
+
+    fn write_outcome(&mut self, job: JobId, runtime: &runtime::Handle) {
+        let Some(known) = self.state.job(job) else { return };
+        let JobPhase::Finishing { outcome } = &known.phase else {
+            return;
+        };
+        let (outcome, output) = (outcome.clone(), known.output.clone());
+        if !self.writing.insert(job) {
+            return;
+        }
+        let planner = Arc::clone(&self.planner);
+        self.beside(runtime, move || {
+            let written = outcome::finish(planner.as_ref(), outcome.as_str(), Path::new(&output));
+            Request::Written { job, written }
+        });
+    }
+
+    fn remove_partial(&mut self, job: JobId, runtime: &runtime::Handle) {
+        let Some(known) = self.state.job(job).filter(|job| job.wants_removal()) else {
+            return;
+        };
+        let output = known.output.clone();
+        if !self.writing.insert(job) {
+            return;
+        }
+        self.beside(runtime, move || {
+            let removed = outcome::remove_partial(Path::new(&output));
+            Request::Removed { job, removed }
+        });
+    }
+
+    /// Does something slow on a blocking thread; its answer comes through the inbox.
+    fn beside(&self, runtime: &runtime::Handle, work: impl FnOnce() -> Request + Send + 'static) {
+        let requests = self.requests.clone();
+        self.tasks.spawn_blocking_on(
+            move || {
+                let answer = work();
+                // A loop that has stopped will ask again after its restart.
+                if let Some(requests) = requests.upgrade() {
+                    let _ = requests.blocking_send(answer);
+                }
+            },
+            runtime,
+        );
+    }
+}

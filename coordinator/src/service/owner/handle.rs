@@ -1,0 +1,367 @@
+//! Requests in, commands to the state machine; answers wait until the turn is durable.
+
+use std::time::Instant;
+
+use espalier_proto::v1::{self, coordinator_message::Message};
+use tokio::sync::oneshot;
+use tonic::Status;
+
+use super::request::{Greeting, Listing, Report, Request, Submission, WorkerHandle};
+use super::{Link, Owner, status};
+use crate::scheduler::{Command, Epoch, JobId, Lease, Rejection, Standing, WorkerId};
+use crate::service::{Planned, view};
+
+impl Owner {
+    pub(super) fn handle(&mut self, request: Request) {
+        match request {
+            Request::Submit {
+                request_id,
+                submission,
+                reply,
+            } => {
+                self.submit(request_id, *submission, reply);
+            }
+            Request::Get { job, reply } => self.later(reply, move |owner| owner.view(job)),
+            Request::List { listing, reply } => {
+                self.later(reply, move |owner| Ok(owner.list(&listing)));
+            }
+            Request::Watch { job, reply } => self.later(reply, move |owner| {
+                let snapshot = owner.view(job)?;
+                Ok(owner.watchers.follow(job, snapshot))
+            }),
+            Request::Cancel { job, reason, reply } => {
+                let decided = self.decide(Command::Cancel { job, reason });
+                self.later(reply, move |owner| {
+                    decided.map_err(|rejection| status(&rejection))?;
+                    owner.view(job)
+                });
+            }
+            Request::Greet { greeting, reply } => self.greet(*greeting, reply),
+            Request::Report { from, lease, report } => self.report(from, lease, report),
+            Request::Leave { from } => {
+                let WorkerHandle { worker, epoch, .. } = from;
+                self.note(Command::Leave { worker, epoch });
+            }
+            Request::Closed { from } => {
+                let is_current = self
+                    .links
+                    .get(&from.worker)
+                    .is_some_and(|link| link.number == from.link);
+                if is_current {
+                    self.links.remove(&from.worker);
+                }
+            }
+            Request::Heartbeat {
+                worker,
+                epoch,
+                attempts,
+                reply,
+            } => {
+                let answer = self.heartbeat(worker, epoch, &attempts);
+                // A heartbeat changes nothing, so it does not wait for the disk.
+                let _ = reply.send(answer);
+            }
+            Request::Planned {
+                job,
+                revision,
+                planned,
+            } => self.planned(job, revision, planned),
+            Request::Written { job, written } => {
+                self.writing.remove(&job);
+                self.note(match written {
+                    Ok(()) => Command::OutcomeWritten { job },
+                    Err(message) => Command::JobBroken { job, message },
+                });
+            }
+            Request::Removed { job, removed } => {
+                self.writing.remove(&job);
+                if let Err(error) = removed {
+                    // The job has ended all the same; its next submission will be told what is in the way.
+                    tracing::error!(%job, %error, "the half-written output stays");
+                }
+                self.note(Command::PartialRemoved { job });
+            }
+            Request::Tick => self.silence(),
+            Request::Stop => {
+                self.stopping = true;
+                self.links.clear();
+            }
+        }
+    }
+
+    /// Answers once the turn is durable.
+    fn later<T: Send + 'static>(
+        &mut self,
+        reply: oneshot::Sender<Result<T, Status>>,
+        answer: impl FnOnce(&mut Self) -> Result<T, Status> + Send + 'static,
+    ) {
+        self.answers.push(Box::new(move |owner, durable| {
+            let answer = durable.and_then(|()| answer(owner));
+            // Who asked may have gone.
+            let _ = reply.send(answer);
+        }));
+    }
+
+    /// Runs a command that nobody waits for.
+    fn note(&mut self, command: Command) {
+        if let Err(rejection) = self.decide(command) {
+            tracing::debug!(%rejection, "a command was refused");
+        }
+    }
+
+    fn submit(
+        &mut self,
+        request_id: Option<String>,
+        submission: Submission,
+        reply: oneshot::Sender<Result<(v1::Job, bool), Status>>,
+    ) {
+        let Submission {
+            spec,
+            parent,
+            output,
+            device_kind,
+            free,
+        } = submission;
+        let known = request_id
+            .as_deref()
+            .is_some_and(|id| self.state.knows_request(id));
+        if !known && let Err(taken) = free {
+            let taken = Status::failed_precondition(taken);
+            return self.later(reply, |_| Err(taken));
+        }
+        if self.full_until.is_some() {
+            let full = Status::resource_exhausted("the coordinator's disk is full: free some space");
+            return self.later(reply, |_| Err(full));
+        }
+        let command = Command::Submit {
+            request_id,
+            spec,
+            parent,
+            output,
+            device_kind,
+        };
+        match self.decide(command) {
+            Ok(()) => {
+                let job = self
+                    .state
+                    .jobs()
+                    .next_back()
+                    .map(|job| job.id)
+                    .unwrap_or_default();
+                tracing::info!(%job, "a job was submitted");
+                self.later(reply, move |owner| Ok((owner.view(job)?, false)));
+            }
+            Err(Rejection::SubmittedBefore(job)) => {
+                self.later(reply, move |owner| Ok((owner.view(job)?, true)));
+            }
+            Err(rejection) => self.later(reply, move |_| Err(status(&rejection))),
+        }
+    }
+
+    fn list(&self, listing: &Listing) -> Vec<v1::Job> {
+        self.state
+            .jobs()
+            .rev()
+            .filter(|job| listing.before.is_none_or(|before| job.id < before))
+            .map(|job| view::summary(&self.state, job, self.watchers.revision(job.id)))
+            .filter(|job| listing.states.is_empty() || listing.states.contains(&job.state))
+            .take(listing.size)
+            .collect()
+    }
+
+    fn greet(&mut self, greeting: Greeting, reply: oneshot::Sender<Result<WorkerHandle, Status>>) {
+        let Greeting {
+            introduction,
+            attempts,
+            outbox,
+            stop,
+        } = greeting;
+        let (name, epoch) = (introduction.name.clone(), introduction.epoch);
+        if let Err(rejection) = self.decide(Command::Introduce(introduction)) {
+            return self.later(reply, move |_| Err(status(&rejection)));
+        }
+        let Some(worker) = self.state.worker_named(&name).map(|worker| worker.id) else {
+            return self.later(reply, |_| Err(Status::internal("the worker has no id")));
+        };
+        self.heard.insert(worker, Instant::now());
+        self.next_link = self.next_link.saturating_add(1);
+        let handle = WorkerHandle {
+            worker,
+            epoch,
+            link: self.next_link,
+        };
+        self.links.remove(&worker);
+        self.later(reply, move |owner| {
+            let link = Link {
+                epoch,
+                number: handle.link,
+                outbox,
+                stop,
+            };
+            owner.links.insert(worker, link);
+            owner.send(worker, Message::Welcome(owner.welcome(worker, &attempts)));
+            owner.send_again(worker, &attempts);
+            tracing::info!(worker = name, %epoch, "a worker connected");
+            Ok(handle)
+        });
+    }
+
+    fn welcome(&self, worker: WorkerId, attempts: &[Lease]) -> v1::Welcome {
+        v1::Welcome {
+            protocol_version: espalier_proto::PROTOCOL_VERSION,
+            term: self.state.term().0,
+            worker_id: worker.0,
+            heartbeat_interval_ms: milliseconds(self.options.heartbeat_interval),
+            worker_lost_ms: milliseconds(self.options.worker_lost),
+            orphan_grace_ms: milliseconds(self.options.orphan_grace),
+            artifact_store: self.store.clone(),
+            superseded: self.superseded(worker, attempts),
+        }
+    }
+
+    /// What the worker should run or stop but did not say it knows of.
+    fn send_again(&mut self, worker: WorkerId, known: &[Lease]) {
+        let held: Vec<_> = self
+            .state
+            .attempts()
+            .filter(|attempt| attempt.worker == worker)
+            .cloned()
+            .collect();
+        for attempt in held {
+            let is_known = known.contains(&attempt.lease);
+            let id = attempt.lease.attempt;
+            match (attempt.cancelled, is_known) {
+                (false, false) => self.assign(id),
+                (false, true) => {}
+                (true, _) => self.stop_attempt(id),
+            }
+        }
+    }
+
+    /// Which of these the worker must stop: those it no longer holds and whose end was not taken.
+    fn superseded(&self, worker: WorkerId, leases: &[Lease]) -> Vec<v1::Superseded> {
+        let stale = leases.iter().filter(|lease| {
+            let held = self.state.attempt(lease.attempt);
+            held.is_none_or(|held| held.lease != **lease || held.worker != worker)
+        });
+        stale
+            .map(|lease| v1::Superseded {
+                lease: Some(wire(*lease)),
+                reason: "the attempt has ended or was handed on".to_owned(),
+            })
+            .collect()
+    }
+
+    fn heartbeat(
+        &mut self,
+        worker: WorkerId,
+        epoch: Epoch,
+        attempts: &[Lease],
+    ) -> Result<v1::HeartbeatResponse, Status> {
+        let again = |what: &str| Status::failed_precondition(format!("{what}: connect again"));
+        let known = self
+            .state
+            .worker(worker)
+            .ok_or_else(|| again("the worker is unknown"))?;
+        if known.epoch != epoch {
+            return Err(again("the worker has been started anew"));
+        }
+        if known.standing == Standing::Lost {
+            return Err(again("the worker was given up"));
+        }
+        if self.links.get(&worker).is_none_or(|link| link.epoch != epoch) {
+            return Err(again("the worker has no stream"));
+        }
+        self.heard.insert(worker, Instant::now());
+        let superseded = self.superseded(worker, attempts);
+        Ok(v1::HeartbeatResponse {
+            term: self.state.term().0,
+            superseded,
+        })
+    }
+
+    fn report(&mut self, from: WorkerHandle, lease: Lease, report: Report) {
+        let worker = from.worker;
+        self.heard.insert(worker, Instant::now());
+        let command = match report {
+            Report::Progress(progress) => return self.progressed(worker, lease, progress),
+            Report::Log(lines) => {
+                for line in lines {
+                    tracing::debug!(attempt = %lease.attempt, line, "child");
+                }
+                return;
+            }
+            Report::Completed(output) => Command::Complete {
+                worker,
+                lease,
+                output,
+            },
+            Report::Failed(failure) => {
+                tracing::warn!(attempt = %lease.attempt, reason = failure.message, "an attempt failed");
+                Command::Fail {
+                    worker,
+                    lease,
+                    failure,
+                }
+            }
+            Report::Stopped => Command::Stopped { worker, lease },
+        };
+        let answer = match self.decide(command) {
+            Ok(()) => Message::Acknowledged(v1::Acknowledged {
+                lease: Some(wire(lease)),
+            }),
+            Err(rejection) => {
+                tracing::info!(attempt = %lease.attempt, %rejection, "a report was refused");
+                let reason = rejection.to_string();
+                Message::Superseded(v1::Superseded {
+                    lease: Some(wire(lease)),
+                    reason,
+                })
+            }
+        };
+        self.answers.push(Box::new(move |owner, durable| {
+            if durable.is_ok() {
+                owner.send(worker, answer);
+            }
+        }));
+    }
+
+    fn progressed(&mut self, worker: WorkerId, lease: Lease, progress: espalier_proto::task::Progress) {
+        let held = self.state.attempt(lease.attempt);
+        let Some(held) = held.filter(|held| held.lease == lease && held.worker == worker) else {
+            return;
+        };
+        self.watchers.changed(held.job);
+        self.progress.insert(lease.attempt, progress);
+    }
+
+    fn planned(&mut self, job: JobId, revision: u64, planned: Result<Planned, String>) {
+        self.planning.remove(&job);
+        self.note(match planned {
+            Ok(Planned::Stages(stages)) => Command::StagesPlanned {
+                job,
+                revision,
+                stages,
+            },
+            Ok(Planned::Outcome(outcome)) => Command::OutcomeReached {
+                job,
+                revision,
+                outcome,
+            },
+            Err(message) => Command::JobBroken { job, message },
+        });
+    }
+}
+
+/// A lease as messages carry it.
+pub(super) fn wire(lease: Lease) -> v1::Lease {
+    v1::Lease {
+        term: lease.term.0,
+        epoch: lease.epoch.0,
+        attempt: lease.attempt.0,
+    }
+}
+
+fn milliseconds(duration: std::time::Duration) -> u32 {
+    u32::try_from(duration.as_millis()).unwrap_or(u32::MAX)
+}

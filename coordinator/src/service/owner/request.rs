@@ -1,0 +1,143 @@
+//! What the loop can be asked and told.
+
+use espalier_proto::task::{Failure, Progress};
+use espalier_proto::v1;
+use tokio::sync::{mpsc, oneshot};
+use tokio_util::sync::CancellationToken;
+use tonic::Status;
+
+use crate::scheduler::{Epoch, Introduction, JobId, Lease, Payload, WorkerId};
+use crate::service::Planned;
+use crate::service::watch::Following;
+
+/// Answers one request.
+pub type Reply<T> = oneshot::Sender<Result<T, Status>>;
+/// Messages to one worker.
+pub type Outbox = mpsc::Sender<Result<v1::CoordinatorMessage, Status>>;
+
+/// A job as it was checked outside the loop.
+#[derive(Debug)]
+pub struct Submission {
+    /// JSON of the spec, defaults filled in.
+    pub spec: Payload,
+    /// The parent, for display.
+    pub parent: String,
+    /// The directory of the outcome.
+    pub output: String,
+    /// The kind of device its tasks need.
+    pub device_kind: String,
+    /// Whether the output is free; counts only if this is not a submission sent again.
+    pub free: Result<(), String>,
+}
+
+/// A page of jobs.
+#[derive(Debug)]
+pub struct Listing {
+    /// Only those before this one.
+    pub before: Option<JobId>,
+    /// At most so many.
+    pub size: usize,
+    /// Only in these states, unless empty.
+    pub states: Vec<i32>,
+}
+
+/// A worker that opened a stream.
+#[derive(Debug)]
+pub struct Greeting {
+    /// Who it is.
+    pub introduction: Introduction,
+    /// What it runs or holds results of.
+    pub attempts: Vec<Lease>,
+    /// Messages to it.
+    pub outbox: Outbox,
+    /// Cancelled when the loop lets go of the stream.
+    pub stop: CancellationToken,
+}
+
+/// Names a stream of a worker.
+#[derive(Debug, Clone, Copy)]
+pub struct WorkerHandle {
+    /// The worker.
+    pub worker: WorkerId,
+    /// Its incarnation.
+    pub epoch: Epoch,
+    /// The stream.
+    pub link: u64,
+}
+
+/// What a worker says of an attempt.
+#[derive(Debug)]
+pub enum Report {
+    /// How far it has come.
+    Progress(Progress),
+    /// Lines of its log.
+    Log(Vec<String>),
+    /// It ended well.
+    Completed(Payload),
+    /// It failed.
+    Failed(Failure),
+    /// It was cancelled and has stopped.
+    Stopped,
+}
+
+/// What the loop can be asked and told.
+#[derive(Debug)]
+pub enum Request {
+    /// Take a job.
+    Submit {
+        request_id: Option<String>,
+        submission: Box<Submission>,
+        reply: Reply<(v1::Job, bool)>,
+    },
+    /// Show a job.
+    Get { job: JobId, reply: Reply<v1::Job> },
+    /// Show jobs, the newest first.
+    List {
+        listing: Listing,
+        reply: Reply<Vec<v1::Job>>,
+    },
+    /// Follow a job.
+    Watch { job: JobId, reply: Reply<Following> },
+    /// End a job.
+    Cancel {
+        job: JobId,
+        reason: String,
+        reply: Reply<v1::Job>,
+    },
+    /// A worker opened a stream.
+    Greet {
+        greeting: Box<Greeting>,
+        reply: Reply<WorkerHandle>,
+    },
+    /// A worker says something of an attempt.
+    Report {
+        from: WorkerHandle,
+        lease: Lease,
+        report: Report,
+    },
+    /// A worker wants to leave.
+    Leave { from: WorkerHandle },
+    /// A worker's stream has ended.
+    Closed { from: WorkerHandle },
+    /// A worker lives.
+    Heartbeat {
+        worker: WorkerId,
+        epoch: Epoch,
+        attempts: Vec<Lease>,
+        reply: Reply<v1::HeartbeatResponse>,
+    },
+    /// The planner has answered.
+    Planned {
+        job: JobId,
+        revision: u64,
+        planned: Result<Planned, String>,
+    },
+    /// The outcome was written, or could not be.
+    Written { job: JobId, written: Result<(), String> },
+    /// What a job had half-written was removed, or could not be.
+    Removed { job: JobId, removed: Result<(), String> },
+    /// Time has passed.
+    Tick,
+    /// End the loop.
+    Stop,
+}

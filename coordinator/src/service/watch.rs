@@ -1,0 +1,76 @@
+//! Those who follow jobs. A slow client costs nothing: it gets the newest snapshot, and is told that some
+//! were left out.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+
+use espalier_proto::v1;
+use tokio::sync::watch;
+
+use crate::scheduler::{JobId, Term};
+
+/// A client's end.
+pub type Following = watch::Receiver<Arc<v1::Job>>;
+
+/// Jobs that changed, their revisions, and who wants to know.
+#[derive(Debug)]
+pub struct Watchers {
+    first: u64,
+    revisions: HashMap<JobId, u64>,
+    changed: BTreeSet<JobId>,
+    senders: HashMap<JobId, watch::Sender<Arc<v1::Job>>>,
+}
+
+impl Watchers {
+    /// Revisions count from above those of every earlier term, so that a client that comes back after a
+    /// restart is not kept waiting.
+    pub fn new(term: Term) -> Self {
+        let first = (term.0 << 32).saturating_add(1);
+        let (revisions, changed, senders) = Default::default();
+        Self {
+            first,
+            revisions,
+            changed,
+            senders,
+        }
+    }
+
+    /// The job looks different now.
+    pub fn changed(&mut self, job: JobId) {
+        self.changed.insert(job);
+    }
+
+    /// The job's revision as last published.
+    pub fn revision(&self, job: JobId) -> u64 {
+        self.revisions.get(&job).copied().unwrap_or(self.first)
+    }
+
+    /// Follows a job from this snapshot on.
+    pub fn follow(&mut self, job: JobId, snapshot: v1::Job) -> Following {
+        let sender = self
+            .senders
+            .entry(job)
+            .or_insert_with(|| watch::Sender::new(Arc::default()));
+        sender.send_replace(Arc::new(snapshot));
+        sender.subscribe()
+    }
+
+    /// Publishes what changed since the last time.
+    pub fn publish(&mut self, mut view: impl FnMut(JobId, u64) -> Option<v1::Job>) {
+        for job in std::mem::take(&mut self.changed) {
+            let revision = self.revisions.entry(job).or_insert(self.first);
+            *revision = revision.saturating_add(1);
+            let followed = self
+                .senders
+                .get(&job)
+                .filter(|sender| sender.receiver_count() > 0);
+            let Some(sender) = followed else {
+                self.senders.remove(&job);
+                continue;
+            };
+            if let Some(snapshot) = view(job, *revision) {
+                sender.send_replace(Arc::new(snapshot));
+            }
+        }
+    }
+}

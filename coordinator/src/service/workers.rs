@@ -1,0 +1,226 @@
+//! The `Workers` service: reads what workers send, distrusting all of it, and hands it to the loop.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use espalier_proto::PROTOCOL_VERSION;
+use espalier_proto::task::{Failure, FailureKind, Progress, TaskOutput};
+use espalier_proto::v1::{self, worker_message::Message, workers_server::Workers};
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::jobs::ask;
+use super::owner::{self, Greeting, Report, WorkerHandle};
+use crate::scheduler::{AttemptId, DeviceInfo, Epoch, Introduction, Lease, Payload, Term, WorkerId};
+
+const HELLO_DEADLINE: Duration = Duration::from_secs(10);
+/// Messages that may wait for a worker.
+const OUTBOX: usize = 256;
+const NAME_CHARACTERS: usize = 64;
+const DEVICES: usize = 64;
+const LOG_LINES: usize = 100;
+const LOG_LINE_BYTES: usize = 4 << 10;
+
+/// The service.
+#[derive(Debug)]
+pub struct Service {
+    pub(super) requests: mpsc::Sender<owner::Request>,
+    pub(super) tasks: TaskTracker,
+    pub(super) stop: CancellationToken,
+}
+
+#[tonic::async_trait]
+impl Workers for Service {
+    type ConnectStream = ReceiverStream<Result<v1::CoordinatorMessage, Status>>;
+
+    async fn connect(
+        &self,
+        request: Request<Streaming<v1::WorkerMessage>>,
+    ) -> Result<Response<Self::ConnectStream>, Status> {
+        let mut messages = request.into_inner();
+        let first = timeout(HELLO_DEADLINE, messages.message())
+            .await
+            .map_err(|_| Status::deadline_exceeded("no hello came"))??;
+        let Some(v1::WorkerMessage {
+            message: Some(Message::Hello(hello)),
+        }) = first
+        else {
+            return Err(Status::invalid_argument("the first message must be a hello"));
+        };
+        let attempts = hello.attempts.iter().map(lease).collect();
+        let introduction = introduction(hello)?;
+        let (outbox, stream) = mpsc::channel(OUTBOX);
+        let stop = self.stop.child_token();
+        let greeting = Greeting {
+            introduction,
+            attempts,
+            outbox,
+            stop: stop.clone(),
+        };
+        let from = ask(&self.requests, |reply| owner::Request::Greet {
+            greeting: Box::new(greeting),
+            reply,
+        })
+        .await?;
+        self.tasks
+            .spawn(read(messages, from, self.requests.clone(), stop));
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    async fn heartbeat(
+        &self,
+        request: Request<v1::HeartbeatRequest>,
+    ) -> Result<Response<v1::HeartbeatResponse>, Status> {
+        let v1::HeartbeatRequest {
+            worker_id,
+            epoch,
+            attempts,
+            ..
+        } = request.into_inner();
+        let response = ask(&self.requests, |reply| owner::Request::Heartbeat {
+            worker: WorkerId(worker_id),
+            epoch: Epoch(epoch),
+            attempts: attempts.iter().map(lease).collect(),
+            reply,
+        })
+        .await?;
+        Ok(Response::new(response))
+    }
+}
+
+/// Reads a worker's stream to its end.
+async fn read(
+    mut messages: Streaming<v1::WorkerMessage>,
+    from: WorkerHandle,
+    requests: mpsc::Sender<owner::Request>,
+    stop: CancellationToken,
+) {
+    loop {
+        let message = tokio::select! {
+            () = stop.cancelled() => break,
+            message = messages.message() => message,
+        };
+        let message = match message {
+            Ok(Some(v1::WorkerMessage {
+                message: Some(message),
+            })) => message,
+            // A kind of message that a newer worker knows.
+            Ok(Some(v1::WorkerMessage { message: None })) => continue,
+            Ok(None) => break,
+            Err(status) => {
+                tracing::info!(worker = %from.worker, reason = status.message(), "a worker's stream broke");
+                break;
+            }
+        };
+        let Some(request) = translate(from, message) else {
+            tracing::warn!(worker = %from.worker, "a malformed message was dropped");
+            continue;
+        };
+        if requests.send(request).await.is_err() {
+            return;
+        }
+    }
+    // The loop may have stopped before.
+    let _ = requests.send(owner::Request::Closed { from }).await;
+}
+
+fn translate(from: WorkerHandle, message: Message) -> Option<owner::Request> {
+    let (lease, report) = match message {
+        Message::Hello(_) => return None,
+        Message::Leaving(_) => return Some(owner::Request::Leave { from }),
+        Message::Progress(v1::Progress { lease, progress_json }) => {
+            let progress = serde_json::from_slice::<Progress>(&progress_json).ok()?;
+            (lease, Report::Progress(progress))
+        }
+        Message::Log(v1::Log { lease, lines }) => (lease, Report::Log(bounded(lines))),
+        Message::Completed(v1::Completed { lease, output_json }) => (lease, completed(&output_json)),
+        Message::Failed(v1::Failed { lease, failure_json }) => (lease, failed(&failure_json)),
+        Message::Stopped(v1::Stopped { lease }) => (lease, Report::Stopped),
+    };
+    Some(owner::Request::Report {
+        from,
+        lease: self::lease(&lease?),
+        report,
+    })
+}
+
+/// An output that cannot be read counts as a failure: dropping it would hang the task.
+fn completed(output: &Bytes) -> Report {
+    let parsed = serde_json::from_slice::<TaskOutput>(output);
+    match (parsed, std::str::from_utf8(output)) {
+        (Ok(_), Ok(text)) => Report::Completed(Payload::from(text)),
+        (Err(error), _) => Report::Failed(unreadable(&error.to_string())),
+        (_, Err(error)) => Report::Failed(unreadable(&error.to_string())),
+    }
+}
+
+fn failed(failure: &Bytes) -> Report {
+    let parsed = serde_json::from_slice::<Failure>(failure);
+    Report::Failed(parsed.unwrap_or_else(|error| unreadable(&error.to_string())))
+}
+
+fn unreadable(why: &str) -> Failure {
+    let message = format!("the worker's answer cannot be read: {why}");
+    Failure {
+        kind: FailureKind::Error,
+        message,
+    }
+}
+
+fn bounded(lines: Vec<String>) -> Vec<String> {
+    let cut = |mut line: String| {
+        line.truncate(line.floor_char_boundary(LOG_LINE_BYTES));
+        line
+    };
+    lines.into_iter().take(LOG_LINES).map(cut).collect()
+}
+
+fn lease(lease: &v1::Lease) -> Lease {
+    Lease {
+        term: Term(lease.term),
+        epoch: Epoch(lease.epoch),
+        attempt: AttemptId(lease.attempt),
+    }
+}
+
+fn introduction(hello: v1::Hello) -> Result<Introduction, Status> {
+    if hello.protocol_version != PROTOCOL_VERSION {
+        return Err(Status::failed_precondition(format!(
+            "protocol version {} is not spoken here, only {PROTOCOL_VERSION}: use matching builds",
+            hello.protocol_version
+        )));
+    }
+    let allowed = |character: char| character.is_ascii_alphanumeric() || "-_.".contains(character);
+    let name = hello.worker;
+    if name.is_empty() || name.len() > NAME_CHARACTERS || !name.chars().all(allowed) {
+        return Err(Status::invalid_argument(format!(
+            "worker: `{}` must be 1 to {NAME_CHARACTERS} letters, digits, `-`, `_` or `.`",
+            name.escape_debug().take(2 * NAME_CHARACTERS).collect::<String>()
+        )));
+    }
+    if hello.devices.len() > DEVICES {
+        return Err(Status::invalid_argument(format!("devices: more than {DEVICES}")));
+    }
+    let host = if hello.host.is_empty() {
+        name.clone()
+    } else {
+        hello.host
+    };
+    let devices = hello.devices.into_iter().map(|device| DeviceInfo {
+        id: device.id,
+        kind: device.kind,
+        name: device.name,
+        memory_bytes: device.memory_bytes,
+        threads: device.threads,
+    });
+    Ok(Introduction {
+        name,
+        epoch: Epoch(hello.epoch),
+        host,
+        devices: devices.collect(),
+    })
+}

@@ -1,0 +1,261 @@
+//! A coordinator in this process, a planner that tells a short story, and a worker that speaks real gRPC.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, dead_code)]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use espalier_coordinator::client::Client;
+use espalier_coordinator::scheduler::{StagePlan, TaskPlan};
+use espalier_coordinator::service::{Planned, Planner, StageSnapshot};
+use espalier_coordinator::{Coordinator, CoordinatorOptions, Handle};
+use espalier_proto::task::{ArtifactId, Failure, FailureKind, TaskOutput};
+use espalier_proto::v1::coordinator_message::Message as FromCoordinator;
+use espalier_proto::v1::submit_request::Spec;
+use espalier_proto::v1::worker_message::Message as FromWorker;
+use espalier_proto::v1::workers_client::WorkersClient;
+use espalier_proto::v1::{self, Job, WorkerMessage};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+use tonic::transport::Channel;
+
+/// `sort` (one task), then `score` (two), then the outcome.
+pub struct Story;
+
+impl Planner for Story {
+    fn plan(&self, spec: &str, stages: &[StageSnapshot]) -> Result<Planned, String> {
+        if stages.iter().any(|stage| stage.outputs.is_none()) {
+            return Ok(Planned::Stages(Vec::new()));
+        }
+        assert!(spec.contains("\"parent\""));
+        Ok(match stages.len() {
+            0 => Planned::Stages(vec![stage("sort", 1)]),
+            1 => Planned::Stages(vec![stage("score", 2)]),
+            _ => Planned::Outcome("{\"story\":\"told\"}".into()),
+        })
+    }
+
+    fn write_report(&self, outcome: &str, directory: &Path) -> Result<(), String> {
+        std::fs::write(directory.join("report.json"), outcome).map_err(|error| error.to_string())
+    }
+}
+
+fn stage(name: &str, tasks: usize) -> StagePlan {
+    let task = |index| TaskPlan {
+        name: format!("{name} {index}"),
+        payload: "{}".into(),
+        exclusive: false,
+    };
+    StagePlan {
+        name: name.to_owned(),
+        kind: name.to_owned(),
+        decision: None,
+        note: String::new(),
+        tasks: (0..tasks).map(task).collect(),
+    }
+}
+
+/// Where a test's files lie.
+pub struct Place {
+    pub directory: tempfile::TempDir,
+}
+
+impl Place {
+    pub fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::create_dir(directory.path().join("parent")).unwrap();
+        std::fs::write(directory.path().join("text.txt"), "some text\n").unwrap();
+        Self { directory }
+    }
+
+    pub fn output(&self) -> PathBuf {
+        self.directory.path().join("out")
+    }
+
+    pub fn partial(&self) -> PathBuf {
+        self.directory.path().join("out.partial")
+    }
+
+    pub fn spec(&self) -> Spec {
+        let at = self.directory.path().display();
+        Spec::Yaml(format!(
+            "parent: {at}/parent\ndata: {{train: [{at}/text.txt]}}\ntarget:\n  workload: {{prompt_tokens: 8, \
+             output_tokens: 8, concurrency: 1}}\n  limits: {{latency: 75%}}\noutput: {at}/out\n"
+        ))
+    }
+
+    pub async fn coordinator(&self) -> Handle {
+        let mut options = CoordinatorOptions::new(self.directory.path().join("data"));
+        options.listen = "127.0.0.1:0".parse().unwrap();
+        options.worker_lost = Duration::from_millis(600);
+        options.heartbeat_interval = Duration::from_millis(100);
+        Coordinator::start_with(options, Arc::new(Story)).await.unwrap()
+    }
+}
+
+pub async fn client(handle: &Handle) -> Client {
+    Client::connect(&handle.endpoint(), Duration::from_secs(10))
+        .await
+        .unwrap()
+}
+
+/// A worker whose moves the test makes.
+pub struct FakeWorker {
+    pub name: String,
+    pub epoch: u64,
+    pub welcome: v1::Welcome,
+    outbox: mpsc::Sender<WorkerMessage>,
+    inbox: Streaming<v1::CoordinatorMessage>,
+    pub heart: WorkersClient<Channel>,
+}
+
+impl FakeWorker {
+    pub async fn connect(handle: &Handle, name: &str, epoch: u64, attempts: Vec<v1::Lease>) -> Self {
+        Self::try_connect(handle, name, epoch, attempts).await.unwrap()
+    }
+
+    pub async fn try_connect(
+        handle: &Handle,
+        name: &str,
+        epoch: u64,
+        attempts: Vec<v1::Lease>,
+    ) -> Result<Self, tonic::Status> {
+        let channel = Channel::from_shared(handle.endpoint())
+            .unwrap()
+            .connect()
+            .await
+            .unwrap();
+        let mut client = WorkersClient::new(channel);
+        let (outbox, messages) = mpsc::channel(16);
+        let hello = v1::Hello {
+            protocol_version: 1,
+            worker: name.to_owned(),
+            epoch,
+            version: "test".to_owned(),
+            host: String::new(),
+            devices: vec![v1::Device {
+                id: "cpu".to_owned(),
+                kind: "cpu".to_owned(),
+                name: "test".to_owned(),
+                memory_bytes: 1,
+                threads: 1,
+            }],
+            attempts,
+        };
+        outbox
+            .send(WorkerMessage {
+                message: Some(FromWorker::Hello(hello)),
+            })
+            .await
+            .unwrap();
+        let mut inbox = client.connect(ReceiverStream::new(messages)).await?.into_inner();
+        let Some(FromCoordinator::Welcome(welcome)) = inbox.message().await?.unwrap().message else {
+            panic!("the first message is no welcome");
+        };
+        let name = name.to_owned();
+        Ok(Self {
+            name,
+            epoch,
+            welcome,
+            outbox,
+            inbox,
+            heart: client,
+        })
+    }
+
+    pub async fn next(&mut self) -> FromCoordinator {
+        let next = tokio::time::timeout(Duration::from_secs(10), self.inbox.message());
+        next.await
+            .expect("nothing came")
+            .unwrap()
+            .expect("the stream ended")
+            .message
+            .unwrap()
+    }
+
+    pub async fn assignment(&mut self) -> v1::Assign {
+        match self.next().await {
+            FromCoordinator::Assign(assign) => assign,
+            other => panic!("{other:?} instead of an assignment"),
+        }
+    }
+
+    pub async fn say(&self, message: FromWorker) {
+        self.outbox
+            .send(WorkerMessage {
+                message: Some(message),
+            })
+            .await
+            .unwrap();
+    }
+
+    pub async fn complete(&self, lease: v1::Lease) {
+        let output = TaskOutput::Sort {
+            permutation: ArtifactId("00".to_owned()),
+        };
+        let output_json = serde_json::to_vec(&output).unwrap().into();
+        self.say(FromWorker::Completed(v1::Completed {
+            lease: Some(lease),
+            output_json,
+        }))
+        .await;
+    }
+
+    pub async fn fail(&self, lease: v1::Lease, kind: FailureKind, message: &str) {
+        let failure = Failure {
+            kind,
+            message: message.to_owned(),
+        };
+        let failure_json = serde_json::to_vec(&failure).unwrap().into();
+        self.say(FromWorker::Failed(v1::Failed {
+            lease: Some(lease),
+            failure_json,
+        }))
+        .await;
+    }
+
+    pub async fn heartbeat(&mut self) -> Result<v1::HeartbeatResponse, tonic::Status> {
+        let request = v1::HeartbeatRequest {
+            term: self.welcome.term,
+            worker_id: self.welcome.worker_id,
+            epoch: self.epoch,
+            attempts: Vec::new(),
+        };
+        self.heart
+            .heartbeat(request)
+            .await
+            .map(tonic::Response::into_inner)
+    }
+}
+
+pub async fn acknowledged(worker: &mut FakeWorker) -> v1::Lease {
+    match worker.next().await {
+        FromCoordinator::Acknowledged(acknowledged) => acknowledged.lease.unwrap(),
+        other => panic!("{other:?} instead of an acknowledgement"),
+    }
+}
+
+/// Runs one task to its acknowledgement.
+pub async fn run_one(worker: &mut FakeWorker) -> v1::Lease {
+    let lease = worker.assignment().await.lease.unwrap();
+    worker.complete(lease).await;
+    assert_eq!(acknowledged(worker).await, lease);
+    lease
+}
+
+/// Follows a job to its end.
+pub async fn end_of(handle: &Handle, job: &str) -> Job {
+    let mut client = client(handle).await;
+    let mut following = client.watch(job, 0).await.unwrap();
+    let mut last = None;
+    let follow = async {
+        while let Some(job) = following.next().await.unwrap() {
+            last = Some(job);
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(10), follow)
+        .await
+        .expect("the job does not end");
+    last.unwrap()
+}
