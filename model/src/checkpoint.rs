@@ -129,6 +129,12 @@ impl Parent {
         &self.side_files
     }
 
+    /// Ids of the tokens that begin and end a text or fill it up.
+    pub fn special_tokens(&self) -> SpecialTokens {
+        let id_of = |text: &str| self.tokenizer.as_ref().and_then(|tokenizer| tokenizer.token_to_id(text));
+        self.side_files.special_tokens(&self.config, &id_of)
+    }
+
     /// The narrowest type that holds the stored weights: 16-bit when all of them are 16-bit or quantised.
     pub fn stored_precision(&self) -> Precision {
         self.tensors.precision()

@@ -9,7 +9,7 @@ mod weights;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-use espalier_arch::Architecture;
+use espalier_arch::{Architecture, Block, BlockShape, Family};
 use serde_json::Value;
 
 use crate::checkpoint::{Parent, Precision};
@@ -38,10 +38,12 @@ pub fn config(
     parent: &Parent,
     precision: Precision,
 ) -> Result<(Value, Architecture)> {
-    if architecture.is_uniform() {
+    if loads_as_plain_family(architecture) {
         let renumbered = architecture.renumbered();
-        let config = uniform_config(&renumbered, &parent.config, precision)?;
-        return Ok((config, renumbered));
+        // A parent in the flat form may lack a key that its family wants: then the flat form stays.
+        if let Ok(config) = uniform_config(&renumbered, &parent.config, precision) {
+            return Ok((config, renumbered));
+        }
     }
     let flattened = flat::renumbered(architecture);
     let config = flat::to_config(&flattened, &parent.config, precision)?;
@@ -92,25 +94,26 @@ pub fn export(model: &Model, parent: &Parent, directory: &Path, precision: Preci
     })
 }
 
+/// Whether transformers loads it as its plain family: all layers alike, and for Llama, whose config class insists,
+/// a width that the query heads divide.
+fn loads_as_plain_family(architecture: &Architecture) -> bool {
+    let divides = |block: &Block| match &block.shape {
+        BlockShape::Attention(attention) => architecture.hidden.is_multiple_of(attention.query_heads()),
+        _ => true,
+    };
+    architecture.is_uniform()
+        && (architecture.family != Family::Llama || architecture.blocks.iter().all(divides))
+}
+
 /// The parent's config with the new sizes; keys that we do not know are kept.
 fn uniform_config(architecture: &Architecture, parent: &Value, precision: Precision) -> Result<Value> {
-    let mut config = parent.clone();
-    let own = architecture.to_config()?;
-    let (Some(fields), Some(own)) = (config.as_object_mut(), own.as_object()) else {
-        return Err(Error::NotExportable {
-            reason: "the parent's config is not an object".to_owned(),
-        });
-    };
-    for stale in flat::OWN_KEYS
-        .iter()
-        .chain(flat::LAYER_KEYS)
-        .chain(flat::ROPE_KEYS)
-    {
-        fields.remove(*stale);
+    let mut config = architecture.to_config(parent)?;
+    if let Some(fields) = config.as_object_mut() {
+        for stale in flat::OWN_KEYS.iter().chain(&["torch_dtype"]) {
+            fields.remove(*stale);
+        }
+        fields.insert("dtype".to_owned(), dtype(precision).into());
     }
-    fields.extend(own.iter().map(|(key, value)| (key.clone(), value.clone())));
-    fields.remove("torch_dtype");
-    fields.insert("dtype".to_owned(), dtype(precision).into());
     expect_same(architecture, &Architecture::from_config(&config)?)?;
     Ok(config)
 }

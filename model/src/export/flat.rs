@@ -32,14 +32,12 @@ pub const MODELLING_FILES: &[(&str, &str)] = &[
 /// Keys that only the flat form has.
 pub const OWN_KEYS: &[&str] = &["auto_map", "blocks", "family", "per_layer_config"];
 /// Keys of families' configs that speak of layers one by one; blocks say the same.
-pub const LAYER_KEYS: &[&str] = &[
+const LAYER_KEYS: &[&str] = &[
     "layer_types",
     "max_window_layers",
     "sliding_window",
     "use_sliding_window",
 ];
-/// Keys that describe RoPE, in any version of transformers.
-pub const ROPE_KEYS: &[&str] = &["rope_theta", "rope_scaling", "rope_parameters"];
 
 /// One entry of `blocks`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
