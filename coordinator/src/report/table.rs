@@ -42,7 +42,7 @@ pub(super) fn limits(limits: &[LimitReport]) -> String {
             "predicted",
             "checked",
             "measured",
-            "measured ÷ predicted − 1",
+            "off by",
             "",
         ],
         &rows,
