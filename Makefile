@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 CARGO ?= cargo
 
-.PHONY: build demo test lint check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input
+.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input
 
 build:
 	$(CARGO) build --release --locked --bin espalier
@@ -16,6 +16,10 @@ test:
 lint:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+
+lint-deny:
+	$(CARGO) deny --version >/dev/null 2>&1 || $(CARGO) install cargo-deny --locked
+	$(CARGO) deny check bans licenses sources
 
 check-parity:
 	tests/checks/parity.sh

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Everything that fits CI: format, lints, every test of the workspace. Names what it leaves to other targets.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+cargo=${CARGO:-cargo}
+"$cargo" fmt --all --check
+"$cargo" clippy --workspace --all-targets --locked --quiet -- -D warnings
+"$cargo" test --workspace --locked
+
+cat <<'SKIPPED'
+skipped here, each a target of its own: check-parity (PyTorch and transformers), check-solver (HiGHS),
+check-scores (DATA=DIR), check-cpu-speed (PyTorch), check-bad-input and demo (fetch SmolLM2), lint-deny (cargo-deny)
+SKIPPED
