@@ -104,6 +104,7 @@ impl TaskSpec {
 /// What a task found out; the variant always matches the spec's.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "kind")]
+#[allow(clippy::large_enum_variant)] // one a task, moved a few times in its life
 pub enum TaskOutput {
     /// Of [`TaskSpec::Ingest`].
     Ingest(Box<Ingested>),

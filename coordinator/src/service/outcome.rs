@@ -67,7 +67,7 @@ pub fn finish(planner: &dyn Planner, outcome: &str, output: &Path) -> Result<(),
             output.display()
         )
     })?;
-    let parent = output.parent().unwrap_or(Path::new("/"));
+    let parent = output.parent().unwrap_or_else(|| Path::new("/"));
     fs::File::open(parent)
         .and_then(|directory| directory.sync_all())
         .map_err(|error| format!("cannot sync `{}`: {error}", parent.display()))

@@ -39,15 +39,16 @@ pub fn job(
     now: i64,
 ) -> v1::Job {
     let ended = job.phase.is_terminal();
+    let now = phase(state, job).2.unwrap_or(now);
     let mut whole = summary(state, job, revision);
-    whole.spec_json = job.spec.as_str().to_owned();
+    job.spec.as_str().clone_into(&mut whole.spec_json);
     whole.stages = job
         .stages
         .iter()
         .map(|shown| stage(state, shown, ended, progress, now))
         .collect();
     if let JobPhase::Succeeded { outcome, .. } = &job.phase {
-        whole.outcome_json = outcome.as_str().to_owned();
+        outcome.as_str().clone_into(&mut whole.outcome_json);
     }
     whole
 }

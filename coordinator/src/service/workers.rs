@@ -173,7 +173,10 @@ fn unreadable(why: &str) -> Failure {
 
 fn bounded(lines: Vec<String>) -> Vec<String> {
     let cut = |mut line: String| {
-        line.truncate(line.floor_char_boundary(LOG_LINE_BYTES));
+        let end = (0..=LOG_LINE_BYTES.min(line.len()))
+            .rev()
+            .find(|end| line.is_char_boundary(*end));
+        line.truncate(end.unwrap_or(0));
         line
     };
     lines.into_iter().take(LOG_LINES).map(cut).collect()

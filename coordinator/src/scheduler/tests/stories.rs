@@ -149,7 +149,7 @@ fn a_completion_sent_twice_is_acknowledged_twice_and_taken_once() {
 #[test]
 fn a_lease_with_any_part_changed_is_stale() {
     let mut world = World::new();
-    let other = world.join("b", 9, 0 + 1);
+    let other = world.join("b", 9, 1);
     world.join("a", 1, 1);
     let job = world.submit("/out");
     world.plan(job, vec![stage("score", 1)]);

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use espalier_proto::task::{Failure, FailureKind};
 use espalier_proto::v1::{self, coordinator_message::Message};
 use tokio::sync::oneshot;
 use tonic::Status;
@@ -51,15 +52,14 @@ impl Owner {
                     self.links.remove(&from.worker);
                 }
             }
+            // Waits for the disk too: what is not durable must not be called over.
             Request::Heartbeat {
                 worker,
                 epoch,
                 attempts,
                 reply,
             } => {
-                let answer = self.heartbeat(worker, epoch, &attempts);
-                // A heartbeat changes nothing, so it does not wait for the disk.
-                let _ = reply.send(answer);
+                self.later(reply, move |owner| owner.heartbeat(worker, epoch, &attempts));
             }
             Request::Planned {
                 job,
@@ -306,7 +306,20 @@ impl Owner {
             }
             Report::Stopped => Command::Stopped { worker, lease },
         };
-        let answer = match self.decide(command) {
+        let mut decided = self.decide(command);
+        if let Err(Rejection::Invalid(reason)) = &decided {
+            // A result that cannot be kept is a failure: left alone, its task would hang.
+            let failure = Failure {
+                kind: FailureKind::Invalid,
+                message: reason.clone(),
+            };
+            decided = self.decide(Command::Fail {
+                worker,
+                lease,
+                failure,
+            });
+        }
+        let answer = match decided {
             Ok(()) => Message::Acknowledged(v1::Acknowledged {
                 lease: Some(wire(lease)),
             }),
@@ -337,7 +350,7 @@ impl Owner {
 
     fn planned(&mut self, job: JobId, revision: u64, planned: Result<Planned, String>) {
         self.planning.remove(&job);
-        self.note(match planned {
+        let command = match planned {
             Ok(Planned::Stages(stages)) => Command::StagesPlanned {
                 job,
                 revision,
@@ -349,7 +362,14 @@ impl Owner {
                 outcome,
             },
             Err(message) => Command::JobBroken { job, message },
-        });
+        };
+        if let Err(rejection) = self.decide(command) {
+            // A plan that cannot be kept would be asked for for ever.
+            self.note(Command::JobBroken {
+                job,
+                message: format!("the plan was refused: {rejection}"),
+            });
+        }
     }
 }
 
