@@ -23,7 +23,7 @@ pub(crate) fn read_spec(path: &Path, output: Option<PathBuf>) -> anyhow::Result<
     let text = std::fs::read_to_string(path)
         .map_err(|error| failure::usage(format!("cannot read the spec {shown}: {error}")))?;
     let path = std::path::absolute(path)?;
-    let base = path.parent().unwrap_or(Path::new("/"));
+    let base = path.parent().unwrap_or_else(|| Path::new("/"));
     let wrong = |error| failure::usage(format!("{shown}: {error}"));
     let mut spec = JobSpec::from_yaml(&text, base).map_err(wrong)?;
     if let Some(output) = output {

@@ -127,7 +127,7 @@ impl State {
         while let Some(directory) = beside.filter(|directory| !directory.is_dir()) {
             beside = directory.parent();
         }
-        let beside = beside.unwrap_or(Path::new("/"));
+        let beside = beside.unwrap_or_else(|| Path::new("/"));
         let directory = tempfile::Builder::new()
             .prefix(".espalier-")
             .tempdir_in(beside)

@@ -1,0 +1,192 @@
+//! The program as its users run it: every stage of a job on `examples/tiny`, and how bad specs are refused.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+/// Small enough for CI, large enough that recovery is seen to win back quality.
+const BUDGETS: &str = "
+search: {mlp_grid: 64}
+budget:
+  sequence_tokens: 128
+  calibration_tokens: 4096
+  scoring_tokens: 1024
+  depth_tokens: 512
+  recovery_tokens: 65536
+  validation_tokens: 4096
+recovery: {learning_rate: 0.001, batch_sequences: 16}
+";
+
+fn examples() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../examples")
+        .canonicalize()
+        .unwrap()
+}
+
+fn write_spec(directory: &Path, limits: &str) -> PathBuf {
+    let examples = examples().display().to_string();
+    let spec = directory.join("job.yaml");
+    let text = format!(
+        "parent: {examples}/tiny
+data: {{train: [{examples}/data/train.jsonl.xz], validation: [{examples}/data/validation.jsonl.xz]}}
+target:
+  workload: {{prompt_tokens: 64, output_tokens: 8}}
+  limits: {limits}
+{BUDGETS}"
+    );
+    fs::write(&spec, text).unwrap();
+    spec
+}
+
+fn espalier(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_espalier"))
+        .args(arguments)
+        .output()
+        .unwrap()
+}
+
+fn run(spec: &Path, output: &Path) -> Output {
+    espalier(&[
+        "run",
+        spec.to_str().unwrap(),
+        "--output",
+        output.to_str().unwrap(),
+    ])
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn names(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).unwrap();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    names
+}
+
+fn divergence(strategy: &Value, when: &str) -> f64 {
+    strategy[when]["divergence"].as_f64().unwrap()
+}
+
+// Memory and a parameter share are exact, so that a busy machine cannot make this test fail; timed limits are
+// what `make demo` asserts.
+#[test]
+fn a_job_on_the_tiny_parent_meets_its_limits_and_wins_quality_back() {
+    let directory = tempfile::tempdir().unwrap();
+    let spec = write_spec(directory.path(), "{block_parameters: 60%, memory: 95%}");
+    let outcome = directory.path().join("out");
+    let ended = run(&spec, &outcome);
+    assert!(ended.status.success(), "{}", stderr(&ended));
+
+    assert_eq!(names(directory.path()), ["job.yaml", "out"], "no state stays");
+    assert_eq!(names(&outcome), ["checkpoint", "report.html", "report.json"]);
+    let report: Value = serde_json::from_slice(&fs::read(outcome.join("report.json")).unwrap()).unwrap();
+    for limit in report["limits"].as_array().unwrap() {
+        let verified = &limit["verified"];
+        assert_eq!(verified["inside"], true, "{limit}");
+        assert!(
+            verified["value"].as_f64() <= verified["limit"].as_f64(),
+            "{limit}"
+        );
+    }
+    for strategy in report["strategies"].as_array().unwrap() {
+        let (before, after) = (divergence(strategy, "before"), divergence(strategy, "after"));
+        assert!(before > 0.01, "quality falls: {before}");
+        assert!(after < 0.85 * before, "quality comes back: {before} to {after}");
+    }
+    let table = String::from_utf8(ended.stdout.clone()).unwrap();
+    assert!(
+        table.starts_with("LIMIT") && table.contains("block_parameters"),
+        "{table}"
+    );
+
+    the_checkpoint_is_whole(&outcome.join("checkpoint"), &report);
+}
+
+/// The verify stage has loaded and measured it; this holds what was written against what the report says.
+fn the_checkpoint_is_whole(checkpoint: &Path, report: &Value) {
+    assert_eq!(
+        Path::new(report["export"]["directory"].as_str().unwrap()),
+        checkpoint
+    );
+    for file in ["config.json", "model.safetensors", "tokenizer.json"] {
+        assert!(checkpoint.join(file).is_file(), "{file}");
+    }
+    let weights = fs::read(checkpoint.join("model.safetensors")).unwrap();
+    let (length, rest) = weights.split_first_chunk::<8>().unwrap();
+    let length = usize::try_from(u64::from_le_bytes(*length)).unwrap();
+    let header: Value = serde_json::from_slice(&rest[..length]).unwrap();
+    let tensors = header
+        .as_object()
+        .unwrap()
+        .iter()
+        .filter(|(name, _)| *name != "__metadata__");
+    let parameters = tensors.map(|(_, tensor)| {
+        tensor["shape"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|side| side.as_u64().unwrap())
+            .product::<u64>()
+    });
+    assert_eq!(
+        parameters.sum::<u64>(),
+        report["export"]["parameters"].as_u64().unwrap()
+    );
+}
+
+#[test]
+fn an_output_that_exists_is_refused_before_anything_starts() {
+    let directory = tempfile::tempdir().unwrap();
+    let spec = write_spec(directory.path(), "{latency: 75%}");
+    let ended = run(&spec, directory.path());
+    assert_eq!(ended.status.code(), Some(6));
+    assert_eq!(stderr(&ended).lines().count(), 1, "{}", stderr(&ended));
+    assert!(
+        stderr(&ended).contains("exists; name a directory that does not"),
+        "{}",
+        stderr(&ended)
+    );
+    assert_eq!(names(directory.path()), ["job.yaml"]);
+}
+
+#[test]
+fn a_misspelt_field_is_a_usage_error_with_the_nearest_known_one() {
+    let directory = tempfile::tempdir().unwrap();
+    let spec = write_spec(directory.path(), "{latancy: 75%}");
+    let ended = run(&spec, &directory.path().join("out"));
+    assert_eq!(ended.status.code(), Some(2));
+    assert!(
+        stderr(&ended).contains("did you mean \"latency\"?"),
+        "{}",
+        stderr(&ended)
+    );
+    assert_eq!(names(directory.path()), ["job.yaml"]);
+}
+
+#[test]
+fn a_job_command_without_a_coordinator_says_so_and_exits_4() {
+    let ended = espalier(&["job", "list", "--coordinator", "http://127.0.0.1:9"]);
+    assert_eq!(ended.status.code(), Some(4));
+    assert!(
+        stderr(&ended).starts_with("error: no coordinator answers"),
+        "{}",
+        stderr(&ended)
+    );
+    assert!(ended.stdout.is_empty());
+}
+
+#[test]
+fn the_schema_on_standard_output_is_json() {
+    let ended = espalier(&["schema"]);
+    assert!(ended.status.success());
+    let schema: Value = serde_json::from_slice(&ended.stdout).unwrap();
+    assert!(schema["properties"]["target"].is_object());
+}
