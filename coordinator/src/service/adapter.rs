@@ -1,11 +1,11 @@
 //! The pipeline as a [`Planner`]: JSON in, its types through, JSON out.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use espalier_proto::task::TaskOutput;
+use espalier_proto::task::{TaskOutput, TaskSpec};
 use serde::Serialize;
 
-use super::{Planned, Planner, StageSnapshot};
+use super::{Planned, Planner, StageSnapshot, outcome};
 use crate::pipeline::{self, Decision, Finished, Outcome, PlannedStage, Results, Stage, StageResult};
 use crate::report;
 use crate::scheduler::{Payload, StagePlan, TaskPlan};
@@ -24,10 +24,12 @@ impl Planner for PipelinePlanner {
             results.stages.insert(stage, result(snapshot)?);
         }
         let plan = pipeline::plan(&spec, &results).map_err(|error| error.to_string())?;
-        if let Some(outcome) = plan.finished {
+        let place = Place::of(&spec);
+        if let Some(mut outcome) = plan.finished {
+            outcome.export.directory = place.settled(&outcome.export.directory);
             return Ok(Planned::Outcome(write(outcome.as_ref())?));
         }
-        let stages = plan.stages.iter().map(stage_plan);
+        let stages = plan.stages.iter().map(|stage| stage_plan(stage, &place));
         Ok(Planned::Stages(stages.collect::<Result<_, String>>()?))
     }
 
@@ -55,11 +57,48 @@ fn result(snapshot: &StageSnapshot) -> Result<StageResult, String> {
     Ok(StageResult { decision, finished })
 }
 
-fn stage_plan(planned: &PlannedStage) -> Result<StagePlan, String> {
+/// The pipeline names the place where a checkpoint will be; until all is done it grows beside it.
+struct Place {
+    output: PathBuf,
+    partial: PathBuf,
+}
+
+impl Place {
+    fn of(spec: &JobSpec) -> Self {
+        let output = PathBuf::from(spec.output.clone().unwrap_or_default());
+        let partial = outcome::partial(&output);
+        Self { output, partial }
+    }
+
+    /// A path below the output, while the job runs.
+    fn growing(&self, path: &str) -> String {
+        moved(path, &self.output, &self.partial)
+    }
+
+    /// A path below the partial output, once the job has ended.
+    fn settled(&self, path: &str) -> String {
+        moved(path, &self.partial, &self.output)
+    }
+}
+
+fn moved(path: &str, from: &Path, to: &Path) -> String {
+    match Path::new(path).strip_prefix(from) {
+        Ok(below) => to.join(below).to_string_lossy().into_owned(),
+        Err(_) => path.to_owned(),
+    }
+}
+
+fn stage_plan(planned: &PlannedStage, place: &Place) -> Result<StagePlan, String> {
     let tasks = planned.tasks.iter().map(|task| {
+        let mut spec = task.spec.clone();
+        match &mut spec {
+            TaskSpec::Export(export) => export.directory = place.growing(&export.directory),
+            TaskSpec::Verify(verify) => verify.directory = place.growing(&verify.directory),
+            _ => {}
+        }
         Ok(TaskPlan {
             name: task.name.clone(),
-            payload: write(&task.spec)?,
+            payload: write(&spec)?,
             exclusive: planned.stage.is_exclusive(),
         })
     });
@@ -104,4 +143,23 @@ fn write<T: Serialize + ?Sized>(value: &T) -> Result<Payload, String> {
     let text = serde_json::to_string(value);
     text.map(Payload::from)
         .map_err(|error| format!("cannot be written as JSON: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::moved;
+    use std::path::Path;
+
+    #[test]
+    fn a_checkpoint_grows_beside_its_place_and_is_reported_in_it() {
+        let (output, partial) = (Path::new("/a/out"), Path::new("/a/out.partial"));
+        let growing = moved("/a/out/checkpoint", output, partial);
+        assert_eq!(growing, "/a/out.partial/checkpoint");
+        assert_eq!(
+            moved(&growing, output, partial),
+            growing,
+            "a second move changes nothing"
+        );
+        assert_eq!(moved(&growing, partial, output), "/a/out/checkpoint");
+    }
 }
