@@ -131,7 +131,11 @@ impl Parent {
 
     /// Ids of the tokens that begin and end a text or fill it up.
     pub fn special_tokens(&self) -> SpecialTokens {
-        let id_of = |text: &str| self.tokenizer.as_ref().and_then(|tokenizer| tokenizer.token_to_id(text));
+        let id_of = |text: &str| {
+            self.tokenizer
+                .as_ref()
+                .and_then(|tokenizer| tokenizer.token_to_id(text))
+        };
         self.side_files.special_tokens(&self.config, &id_of)
     }
 

@@ -62,7 +62,7 @@ def check(directory, expected, tolerance):
         if "lm_head.weight" in stored_names(directory):
             complaints.append("a tied embedding is stored twice")
     if (directory / "tokenizer.json").exists():
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=carries_code)
         decoded = tokenizer.decode(tokenizer.encode(SAMPLE, add_special_tokens=False))
         if tokenizer.vocab_size > 1000 and decoded != SAMPLE:
             complaints.append(f"the tokenizer decodes {decoded!r}")

@@ -350,15 +350,26 @@ fn a_real_gguf_file_gives_its_tokenizer_and_can_be_exported() {
     let parent = open(Path::new(&file)).unwrap();
     let tokenizer = parent.tokenizer().unwrap();
     let special = parent.special_tokens();
-    assert_eq!((special.bos, special.eos, special.pad), (Some(1), vec![2], Some(2)));
+    assert_eq!(
+        (special.bos, special.eos, special.pad),
+        (Some(1), vec![2], Some(2))
+    );
     let text = "<|im_start|>user\nHello 2024, naïve café!<|im_end|>";
     let ids = tokenizer.encode(text, false).unwrap();
     assert_eq!(ids.get_ids()[0], 1);
     assert_eq!(tokenizer.decode(ids.get_ids(), false).unwrap(), text);
     let model = parent.load(&CpuOperations::new()).unwrap();
     assert_eq!(model.parameters(), 134_515_008);
-    let Ok(exports) = std::env::var("ESPALIER_EXPORTS") else { return };
-    export(&model, &parent, &Path::new(&exports).join("whole"), Precision::F32).unwrap();
+    let Ok(exports) = std::env::var("ESPALIER_EXPORTS") else {
+        return;
+    };
+    export(
+        &model,
+        &parent,
+        &Path::new(&exports).join("whole"),
+        Precision::F32,
+    )
+    .unwrap();
     let variants = [
         (0, Variant::Attention { kv_groups: 2 }),
         (7, Variant::Skip),
@@ -366,7 +377,13 @@ fn a_real_gguf_file_gives_its_tokenizer_and_can_be_exported() {
         (11, Variant::Mlp { channels: 512 }),
     ];
     let smaller = model.slice(&candidate(&parent, &variants)).unwrap();
-    export(&smaller, &parent, &Path::new(&exports).join("mixed"), Precision::F32).unwrap();
+    export(
+        &smaller,
+        &parent,
+        &Path::new(&exports).join("mixed"),
+        Precision::F32,
+    )
+    .unwrap();
 }
 
 #[test]
