@@ -68,4 +68,28 @@ impl BlockingStore {
     pub fn get_file(&self, name: &str) -> Result<PathBuf> {
         self.runtime.block_on(self.store.get_file(name))
     }
+
+    /// As [`ArtifactStore::remove`].
+    ///
+    /// # Errors
+    /// As [`ArtifactStore::remove`].
+    pub fn remove(&self, name: &str) -> Result<()> {
+        self.runtime.block_on(self.store.remove(name))
+    }
+
+    /// As [`ArtifactStore::set_record`].
+    ///
+    /// # Errors
+    /// As [`ArtifactStore::set_record`].
+    pub fn set_record(&self, about: &Name, bytes: impl Into<Bytes>) -> Result<()> {
+        self.runtime.block_on(self.store.set_record(about, bytes))
+    }
+
+    /// As [`ArtifactStore::record`].
+    ///
+    /// # Errors
+    /// As [`ArtifactStore::record`].
+    pub fn record(&self, about: &Name) -> Result<Option<Bytes>> {
+        self.runtime.block_on(self.store.record(about))
+    }
 }

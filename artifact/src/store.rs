@@ -157,12 +157,65 @@ impl ArtifactStore {
         }
     }
 
+    /// Removes an artifact that nothing needs any more; no error when it is gone already.
+    ///
+    /// # Errors
+    /// When the name is malformed or the store cannot be written.
+    pub async fn remove(&self, name: &str) -> Result<()> {
+        let name = Name::from_str(name)?;
+        match self
+            .store
+            .delete(&object_store::path::Path::from(name.key()))
+            .await
+        {
+            Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
+            Err(source) => Err(Error::Store {
+                name: name.to_string(),
+                source,
+            }),
+        }
+    }
+
+    /// Sets a small record: the one thing here that is named by what it is about (the hash of a question)
+    /// and not by its content, so that an attempt finds what the one before it left.
+    ///
+    /// # Errors
+    /// When the store cannot be written.
+    pub async fn set_record(&self, about: &Name, bytes: impl Into<Bytes>) -> Result<()> {
+        let key = record_key(about);
+        let put = self.store.put(&key, bytes.into().into()).await;
+        put.map(|_| ()).map_err(|source| Error::Store {
+            name: format!("record {about}"),
+            source,
+        })
+    }
+
+    /// A record as it was last set; none when it never was.
+    ///
+    /// # Errors
+    /// When the store cannot be read.
+    pub async fn record(&self, about: &Name) -> Result<Option<Bytes>> {
+        let failed = |source| Error::Store {
+            name: format!("record {about}"),
+            source,
+        };
+        match self.store.get(&record_key(about)).await {
+            Ok(found) => found.bytes().await.map(Some).map_err(failed),
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            Err(source) => Err(failed(source)),
+        }
+    }
+
     fn not_found(&self, name: &Name) -> Error {
         Error::NotFound {
             name: name.to_string(),
             location: self.location(),
         }
     }
+}
+
+fn record_key(about: &Name) -> object_store::path::Path {
+    object_store::path::Path::from(format!("records/{about}"))
 }
 
 fn check(name: &Name, found: &Name) -> Result<()> {

@@ -1,1 +1,19 @@
-//! The agent, its device children, and the executors that run tasks
+//! The worker: an agent that holds leases and supervises, and device children that run tasks.
+//!
+//! ```text
+//! coordinator <- gRPC -> agent <- JSON lines -> child -> executor -> engine, data -> model
+//! ```
+//!
+//! [`agent`] runs no tensor code; [`child`] knows no coordinator; [`executor`] knows neither, only a
+//! [`executor::Context`]. Large things travel through the artifact store.
+
+pub mod agent;
+pub mod child;
+pub mod data;
+pub mod engine;
+mod error;
+pub mod executor;
+
+pub use agent::{WorkerOptions, run};
+pub use child::run as run_child;
+pub use error::{Error, Result};

@@ -1,0 +1,162 @@
+//! What a worker is told at start, and its defaults.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use espalier_proto::v1::Device;
+
+use crate::{Error, Result};
+
+/// What a worker is told at start.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WorkerOptions {
+    /// The coordinator's URL, for example `http://127.0.0.1:7420`.
+    pub coordinator: String,
+    /// Names the worker: at most 64 letters, digits, `-`, `_`, `.`.
+    pub name: String,
+    /// Names the host, for workers that share one; empty means the worker's own name.
+    pub host: String,
+    /// What it runs attempts on.
+    pub devices: Vec<DeviceOptions>,
+    /// How children are started and watched.
+    pub child: ChildOptions,
+    /// On shutdown, how long running attempts may take to end before they are killed.
+    pub drain_timeout: Duration,
+}
+
+/// One device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceOptions {
+    /// Unique within the worker.
+    pub id: String,
+    /// `cpu`.
+    pub kind: String,
+    /// The model, as the system calls it.
+    pub name: String,
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// Threads an attempt uses.
+    pub threads: usize,
+}
+
+/// How children are started and watched.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChildOptions {
+    /// The program; this very program by default.
+    pub program: Option<PathBuf>,
+    /// Its arguments.
+    pub arguments: Vec<String>,
+    /// An attempt that tells no progress for this long is killed as hung.
+    pub hang_timeout: Duration,
+    /// A cancelled attempt that has not stopped after this long is killed.
+    pub stop_timeout: Duration,
+}
+
+impl Default for ChildOptions {
+    fn default() -> Self {
+        Self {
+            program: None,
+            arguments: vec!["device-child".to_owned()],
+            hang_timeout: Duration::from_secs(600),
+            stop_timeout: Duration::from_secs(5),
+        }
+    }
+}
+
+impl WorkerOptions {
+    /// A worker with this machine's processor as its one device, on `threads` threads (0: all there are).
+    pub fn cpu(coordinator: &str, name: &str, threads: usize) -> Self {
+        Self {
+            coordinator: coordinator.to_owned(),
+            name: name.to_owned(),
+            host: String::new(),
+            devices: vec![DeviceOptions::cpu(threads)],
+            child: ChildOptions::default(),
+            drain_timeout: Duration::from_secs(60),
+        }
+    }
+
+    /// Checks what can be checked before a connection.
+    ///
+    /// # Errors
+    /// The field, its value and what would be right.
+    pub fn validate(&self) -> Result<()> {
+        let invalid = |reason: String| Err(Error::Invalid { reason });
+        let plain =
+            |character: char| character.is_ascii_alphanumeric() || matches!(character, '-' | '_' | '.');
+        if self.name.is_empty() || self.name.len() > 64 || !self.name.chars().all(plain) {
+            return invalid(format!(
+                "worker name is {:?}, expected 1 to 64 letters, digits, '-', '_' or '.'",
+                self.name
+            ));
+        }
+        if self.devices.is_empty() {
+            return invalid("the worker has no device, expected at least one".to_owned());
+        }
+        for (index, device) in self.devices.iter().enumerate() {
+            if self
+                .devices
+                .iter()
+                .skip(index + 1)
+                .any(|other| other.id == device.id)
+            {
+                return invalid(format!(
+                    "device id {:?} is there twice, expected unique ids",
+                    device.id
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl DeviceOptions {
+    /// This machine's processor.
+    pub fn cpu(threads: usize) -> Self {
+        let available = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let threads = if threads == 0 { available } else { threads };
+        Self {
+            id: "cpu".to_owned(),
+            kind: "cpu".to_owned(),
+            name: processor_name(),
+            memory_bytes: memory_bytes(),
+            threads,
+        }
+    }
+
+    pub(super) fn announce(&self) -> Device {
+        Device {
+            id: self.id.clone(),
+            kind: self.kind.clone(),
+            name: self.name.clone(),
+            memory_bytes: self.memory_bytes,
+            threads: u32::try_from(self.threads).unwrap_or(u32::MAX),
+        }
+    }
+}
+
+/// The processor's model, as the system tells it.
+pub fn processor_name() -> String {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let named = text
+        .lines()
+        .find_map(|line| line.strip_prefix("model name")?.split_once(':'));
+    named.map_or_else(
+        || std::env::consts::ARCH.to_owned(),
+        |(_, name)| name.trim().to_owned(),
+    )
+}
+
+/// Memory in all; 0 where the system does not tell.
+fn memory_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    text.lines()
+        .find_map(|line| {
+            line.strip_prefix("MemTotal:")?
+                .split_whitespace()
+                .next()?
+                .parse::<u64>()
+                .ok()
+        })
+        .map_or(0, |kibibytes| kibibytes.saturating_mul(1024))
+}

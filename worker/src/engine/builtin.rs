@@ -1,0 +1,235 @@
+//! The built-in engine: prefill and greedy decoding of a whole model under a workload, timed.
+//!
+//! Requests of the workload run together from start to end. Memory is counted, not sampled: weights, key and
+//! value caches at the workload's longest context, and the activations that the widest block holds while the
+//! prompts run through it. So parent and candidate are compared without the noise of an allocator.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use espalier_arch::Architecture;
+use espalier_model::block::saved_bytes;
+use espalier_model::decode::Session;
+use espalier_model::ops::Operations;
+use espalier_model::{Model, Tensor};
+use espalier_search::{CostKey, Measurement, Workload};
+
+use super::statistics::{drift, summary};
+use crate::agent::options::processor_name;
+use crate::{Error, Result};
+
+/// What cost tables of this engine are true for.
+pub fn cost_key(hidden: usize) -> CostKey {
+    CostKey {
+        device: format!("{}, {} threads", processor_name(), rayon::current_num_threads()),
+        engine: "builtin".to_owned(),
+        engine_version: env!("CARGO_PKG_VERSION").to_owned(),
+        precision: "f32".to_owned(),
+        hidden,
+    }
+}
+
+/// Refuses a workload that asks for nothing.
+///
+/// # Errors
+/// The field that is 0.
+pub fn check_workload(workload: &Workload) -> Result<()> {
+    let fields = [
+        ("prompt_tokens", workload.prompt_tokens),
+        ("output_tokens", workload.output_tokens),
+        ("concurrency", workload.concurrency),
+    ];
+    match fields.iter().find(|(_, value)| *value == 0) {
+        Some((field, _)) => Err(Error::Invalid {
+            reason: format!("workload.{field} is 0, expected at least 1"),
+        }),
+        None => Ok(()),
+    }
+}
+
+/// The times of one run of a workload, milliseconds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Sample {
+    first_token: f64,
+    latency: f64,
+}
+
+/// A model under a workload, ready to be run again and again.
+#[derive(Debug)]
+pub struct Bench {
+    session: Session,
+    prompt: Vec<u32>,
+    workload: Workload,
+    memory_bytes: u64,
+    samples: Vec<Sample>,
+}
+
+impl Bench {
+    /// Prepares a model; allocates its caches.
+    ///
+    /// # Errors
+    /// When the workload asks for nothing or does not fit the model's positions.
+    pub fn new(operations: &Arc<dyn Operations>, model: &Arc<Model>, workload: &Workload) -> Result<Self> {
+        check_workload(workload)?;
+        let context = workload.prompt_tokens.saturating_add(workload.output_tokens);
+        let architecture = &model.architecture;
+        if context > architecture.max_positions {
+            return Err(Error::Invalid {
+                reason: format!(
+                    "workload.prompt_tokens + workload.output_tokens is {context}, expected at most {}, the \
+                     positions the parent was made for",
+                    architecture.max_positions
+                ),
+            });
+        }
+        let session = Session::new(
+            Arc::clone(operations),
+            Arc::clone(model),
+            workload.concurrency,
+            context,
+        )?;
+        let tokens = workload.prompt_tokens.saturating_mul(workload.concurrency);
+        let memory_bytes = memory_bytes(model, session.cache_bytes(), workload);
+        let prompt = prompt(tokens, architecture.vocab_size);
+        Ok(Self {
+            session,
+            prompt,
+            workload: *workload,
+            memory_bytes,
+            samples: Vec::new(),
+        })
+    }
+
+    /// Runs the workload once, untimed.
+    ///
+    /// # Errors
+    /// When the model fails.
+    pub fn warm_up(&mut self) -> Result<()> {
+        self.once().map(|_| ())
+    }
+
+    /// Runs the workload once and keeps its times.
+    ///
+    /// # Errors
+    /// When the model fails.
+    pub fn run(&mut self) -> Result<()> {
+        let sample = self.once()?;
+        self.samples.push(sample);
+        Ok(())
+    }
+
+    fn once(&mut self) -> Result<Sample> {
+        self.session.clear();
+        let start = Instant::now();
+        let mut logits = self.session.prefill(&self.prompt)?;
+        let mut next = self.session.likeliest(&logits)?;
+        let first_token = milliseconds(start);
+        for _ in 1..self.workload.output_tokens {
+            logits = self.session.decode(&next)?;
+            next = self.session.likeliest(&logits)?;
+        }
+        Ok(Sample {
+            first_token,
+            latency: milliseconds(start),
+        })
+    }
+
+    /// Forgets the runs so far.
+    pub fn reset(&mut self) {
+        self.samples.clear();
+    }
+
+    /// How far the latency drifted over the runs.
+    pub fn drift(&self) -> f64 {
+        drift(
+            &self
+                .samples
+                .iter()
+                .map(|sample| sample.latency)
+                .collect::<Vec<_>>(),
+        )
+    }
+
+    /// What the runs so far say.
+    pub fn measurement(&self) -> Measurement {
+        let each = |figure: &dyn Fn(&Sample) -> f64| summary(self.samples.iter().map(figure).collect());
+        let steps = lossless(self.workload.output_tokens.saturating_sub(1).max(1));
+        let tokens = lossless(
+            self.workload
+                .output_tokens
+                .saturating_mul(self.workload.concurrency),
+        );
+        Measurement {
+            latency_ms: each(&|sample| sample.latency),
+            first_token_ms: each(&|sample| sample.first_token),
+            per_token_ms: each(&|sample| (sample.latency - sample.first_token) / steps),
+            throughput_tokens_per_second: each(&|sample| tokens / (sample.latency / 1000.0)),
+            memory_bytes: self.memory_bytes,
+        }
+    }
+}
+
+pub(super) fn milliseconds(start: Instant) -> f64 {
+    start.elapsed().as_secs_f64() * 1000.0
+}
+
+#[allow(clippy::cast_precision_loss)] // tokens, far below 2^53
+fn lossless(value: usize) -> f64 {
+    value as f64
+}
+
+/// Tokens spread over the vocabulary, the same each time.
+pub(super) fn prompt(tokens: usize, vocab_size: usize) -> Vec<u32> {
+    let vocabulary = u32::try_from(vocab_size).unwrap_or(u32::MAX).max(1);
+    (0..tokens)
+        .map(|index| {
+            (u32::try_from(index % 65_521)
+                .unwrap_or(0)
+                .wrapping_mul(2_654_435_761))
+                % vocabulary
+        })
+        .collect()
+}
+
+fn memory_bytes(model: &Model, cache_bytes: usize, workload: &Workload) -> u64 {
+    let weights = model.parameters().saturating_mul(size_of::<f32>());
+    let total = weights
+        .saturating_add(cache_bytes)
+        .saturating_add(activation_bytes(&model.architecture, workload));
+    total as u64
+}
+
+/// What the widest block holds while all prompts run through it: its input, its output and everything
+/// between; and the logits.
+fn activation_bytes(architecture: &Architecture, workload: &Workload) -> usize {
+    let rows = workload.prompt_tokens.saturating_mul(workload.concurrency);
+    let stream = rows
+        .saturating_mul(architecture.hidden)
+        .saturating_mul(size_of::<f32>());
+    let blocks = architecture
+        .blocks
+        .iter()
+        .map(|block| saved_bytes(&block.shape, architecture.hidden, rows));
+    let logits = workload
+        .concurrency
+        .saturating_mul(architecture.vocab_size)
+        .saturating_mul(size_of::<f32>());
+    blocks
+        .max()
+        .unwrap_or(0)
+        .saturating_add(stream.saturating_mul(2))
+        .max(logits)
+}
+
+/// A model of this shape with random weights: timings do not depend on their values.
+///
+/// # Errors
+/// When a block's kind cannot be run yet.
+pub fn dummy(operations: &Arc<dyn Operations>, architecture: &Architecture, seed: u64) -> Result<Arc<Model>> {
+    Ok(Arc::new(Model::random(architecture, seed, &**operations)?))
+}
+
+/// The bytes of a tensor's elements.
+pub(super) fn tensor_bytes(tensor: &Tensor) -> usize {
+    tensor.len().saturating_mul(size_of::<f32>())
+}

@@ -1,0 +1,115 @@
+//! What every executor has at hand: the backend, the artifact store, a way to tell how far it is, and
+//! whether it should stop.
+
+use std::cell::Cell;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use espalier_artifact::BlockingStore;
+use espalier_model::ops::Operations;
+use espalier_model::ops::cpu::CpuOperations;
+use espalier_proto::task::{ArtifactId, Progress};
+
+use crate::{Error, Result};
+
+/// Progress is passed on at most this often; the last of a stage always is.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
+
+/// Tells the scratch files of one process apart.
+static SCRATCH: AtomicU64 = AtomicU64::new(0);
+
+/// Takes progress on its way to the agent.
+pub type ProgressSink = Box<dyn Fn(Progress)>;
+/// Says whether the attempt was cancelled.
+pub type CancelFlag = Box<dyn Fn() -> bool>;
+
+/// One attempt's surroundings.
+pub struct Context<'a> {
+    /// The backend of this child's device.
+    pub operations: Arc<dyn Operations>,
+    /// Where shards, weights and sums lie.
+    pub store: &'a BlockingStore,
+    progress: ProgressSink,
+    cancelled: CancelFlag,
+    last_progress: Cell<Option<Instant>>,
+}
+
+impl<'a> Context<'a> {
+    /// An attempt on the CPU.
+    pub fn new(store: &'a BlockingStore, progress: ProgressSink, cancelled: CancelFlag) -> Self {
+        let operations: Arc<dyn Operations> = Arc::new(CpuOperations::new());
+        Self {
+            operations,
+            store,
+            progress,
+            cancelled,
+            last_progress: Cell::new(None),
+        }
+    }
+
+    /// Says how far the attempt has come, and gives it the chance to stop.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`] when the attempt should stop.
+    pub fn progress(
+        &self,
+        done: usize,
+        total: usize,
+        unit: &str,
+        note: impl FnOnce() -> String,
+    ) -> Result<()> {
+        self.check_cancelled()?;
+        let now = Instant::now();
+        let due = self
+            .last_progress
+            .get()
+            .is_none_or(|last| now.duration_since(last) >= PROGRESS_INTERVAL);
+        if due || done >= total {
+            self.last_progress.set(Some(now));
+            let progress = Progress {
+                done: done as u64,
+                total: total as u64,
+                unit: unit.to_owned(),
+                note: note(),
+            };
+            (self.progress)(progress);
+        }
+        Ok(())
+    }
+
+    /// Gives the attempt the chance to stop.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`] when it should.
+    pub fn check_cancelled(&self) -> Result<()> {
+        if (self.cancelled)() {
+            Err(Error::Cancelled)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Lets `write` make a file beside the store, and takes it in as an artifact. On an error nothing stays.
+    ///
+    /// # Errors
+    /// Those of `write` and of the store.
+    pub fn put_written(&self, write: impl FnOnce(&Path) -> espalier_model::Result<()>) -> Result<ArtifactId> {
+        let sequence = SCRATCH.fetch_add(1, Ordering::Relaxed);
+        let directory = Path::new(&self.store.location()).join("scratch");
+        std::fs::create_dir_all(&directory).map_err(|source| Error::Io {
+            path: directory.clone(),
+            source,
+        })?;
+        let path = directory.join(format!("{}-{sequence}", std::process::id()));
+        let stored = write(&path)
+            .map_err(Error::from)
+            .and_then(|()| Ok(self.store.put_file(&path)?));
+        if stored.is_err() {
+            // The error that matters is the one above.
+            let _ = std::fs::remove_file(&path);
+        }
+        Ok(ArtifactId(stored?.to_string()))
+    }
+}

@@ -1,0 +1,287 @@
+//! Benchmarks as JSONL: `query`, `choices`, `gold` (the choice with the highest log-likelihood a token) or
+//! `context`, `continuation` (right when every token of the continuation is the likeliest).
+//!
+//! A query that begins with `Question:` is answered after `\nAnswer:`, as the files' makers do; a choice
+//! follows after a space. Sequences are padded on the right, which causal attention cannot see.
+
+use std::path::{Path, PathBuf};
+
+use espalier_model::checkpoint::Parent;
+use espalier_model::ops::{Head, Layout};
+use espalier_model::runner::Runner;
+use espalier_proto::task::Benchmark;
+use serde::Deserialize;
+use std::io::BufRead;
+
+use super::Context;
+use super::caches::BATCH_ROWS;
+use super::divergence::count;
+use crate::data::open::open;
+use crate::{Error, Result};
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum Line {
+    Choice {
+        query: String,
+        choices: Vec<String>,
+        gold: usize,
+    },
+    LastWord {
+        context: String,
+        continuation: String,
+    },
+}
+
+/// One text to score: where its continuation begins.
+struct Item {
+    example: usize,
+    tokens: Vec<u32>,
+    prefix: usize,
+}
+
+/// What a continuation got.
+#[derive(Debug, Clone, Copy)]
+struct Scored {
+    mean_log_likelihood: f64,
+    greedy: bool,
+}
+
+/// Accuracy on one file.
+pub(super) fn run(
+    context: &Context<'_>,
+    parent: &Parent,
+    runner: &Runner,
+    file: &str,
+    examples: usize,
+) -> Result<Benchmark> {
+    let path = PathBuf::from(file);
+    let lines = read(&path, examples)?;
+    let longest = runner.model().architecture.max_positions;
+    let mut items = Vec::new();
+    for (example, line) in lines.iter().enumerate() {
+        items.extend(items_of(parent, example, line, longest)?);
+    }
+    let scored = score(context, runner, &items)?;
+    let right = lines.iter().enumerate().filter(|(example, line)| {
+        let own: Vec<Scored> = items
+            .iter()
+            .zip(&scored)
+            .filter(|(item, _)| item.example == *example)
+            .map(|(_, scored)| *scored)
+            .collect();
+        is_right(line, &own)
+    });
+    let n = count(lines.len());
+    let accuracy = count(right.count()) / n;
+    Ok(Benchmark {
+        name: path
+            .file_stem()
+            .map(|stem| stem.to_string_lossy().into_owned())
+            .unwrap_or_default(),
+        accuracy,
+        accuracy_error: (accuracy * (1.0 - accuracy) / n).sqrt(),
+        examples: lines.len(),
+    })
+}
+
+fn read(path: &Path, examples: usize) -> Result<Vec<Line>> {
+    let mut lines = Vec::new();
+    for (index, line) in open(path)?.lines().enumerate() {
+        let refused = |reason: String| Error::Data {
+            path: path.to_owned(),
+            line: Some(index + 1),
+            reason,
+        };
+        let line = line.map_err(|error| refused(format!("cannot be read: {error}")))?;
+        if line.trim().is_empty() {
+            continue;
+        }
+        if lines.len() == examples {
+            break;
+        }
+        let parsed: Line = serde_json::from_str(&line).map_err(|error| {
+            refused(format!(
+                "{error}; expected query, choices and gold, or context and continuation"
+            ))
+        })?;
+        if let Line::Choice { choices, gold, .. } = &parsed
+            && *gold >= choices.len()
+        {
+            return Err(refused(format!(
+                "gold is {gold}, expected below {} choices",
+                choices.len()
+            )));
+        }
+        lines.push(parsed);
+    }
+    if lines.is_empty() {
+        return Err(Error::Data {
+            path: path.to_owned(),
+            line: None,
+            reason: "no example in it".to_owned(),
+        });
+    }
+    Ok(lines)
+}
+
+fn items_of(parent: &Parent, example: usize, line: &Line, longest: usize) -> Result<Vec<Item>> {
+    let tokenizer = parent.tokenizer()?;
+    let encode = |text: &str| {
+        tokenizer
+            .encode_fast(text, false)
+            .map(|encoding| encoding.get_ids().to_vec())
+            .map_err(|error| Error::Tokenizer {
+                reason: error.to_string(),
+            })
+    };
+    let item = |before: &str, after: &str| -> Result<Item> {
+        let mut tokens = encode(before)?;
+        let continuation = encode(&format!(" {}", after.trim_start()))?;
+        let prefix = tokens.len();
+        tokens.extend(continuation);
+        // A text longer than the model's positions loses its beginning.
+        let cut = tokens.len().saturating_sub(longest).min(prefix.saturating_sub(1));
+        tokens.drain(..cut);
+        Ok(Item {
+            example,
+            tokens,
+            prefix: prefix - cut,
+        })
+    };
+    match line {
+        Line::Choice { query, choices, .. } => {
+            let answer = if query.starts_with("Question:") {
+                "\nAnswer:"
+            } else {
+                ""
+            };
+            let before = format!("{}{answer}", query.trim_end());
+            choices.iter().map(|choice| item(&before, choice)).collect()
+        }
+        Line::LastWord {
+            context,
+            continuation,
+        } => Ok(vec![item(context.trim_end(), continuation)?]),
+    }
+}
+
+fn is_right(line: &Line, scored: &[Scored]) -> bool {
+    match line {
+        Line::LastWord { .. } => scored.first().is_some_and(|scored| scored.greedy),
+        Line::Choice { gold, .. } => {
+            let ranked = scored.iter().map(|scored| scored.mean_log_likelihood).enumerate();
+            // The first of equals wins, so that a model that knows nothing gets no credit for order.
+            let best = ranked.reduce(|best, next| if next.1 > best.1 { next } else { best });
+            best.is_some_and(|(index, _)| index == *gold)
+        }
+    }
+}
+
+/// Scores texts in batches of similar length.
+fn score(context: &Context<'_>, runner: &Runner, items: &[Item]) -> Result<Vec<Scored>> {
+    let mut order: Vec<usize> = (0..items.len()).collect();
+    order.sort_by_key(|index| items[*index].tokens.len());
+    let mut scored = vec![
+        Scored {
+            mean_log_likelihood: f64::NEG_INFINITY,
+            greedy: false
+        };
+        items.len()
+    ];
+    let mut rest = order.as_slice();
+    while let Some(first) = rest.first() {
+        context.check_cancelled()?;
+        let mut together = 1;
+        let mut length = items[*first].tokens.len();
+        while let Some(next) = rest.get(together) {
+            let longer = items[*next].tokens.len();
+            if longer.saturating_mul(together + 1) > BATCH_ROWS {
+                break;
+            }
+            (together, length) = (together + 1, longer);
+        }
+        let (batch, left) = rest.split_at(together);
+        let chosen: Vec<&Item> = batch.iter().map(|index| &items[*index]).collect();
+        for (index, result) in batch.iter().zip(score_batch(runner, &chosen, length)?) {
+            scored[*index] = result;
+        }
+        rest = left;
+    }
+    Ok(scored)
+}
+
+fn score_batch(runner: &Runner, items: &[&Item], length: usize) -> Result<Vec<Scored>> {
+    let layout = Layout {
+        sequences: items.len(),
+        tokens: length.max(1),
+    };
+    let mut tokens = Vec::with_capacity(layout.rows());
+    // The head is only asked about rows that predict a token of a continuation.
+    let (mut rows, mut targets) = (Vec::new(), Vec::new());
+    for (sequence, item) in items.iter().enumerate() {
+        for (place, target) in item.tokens.iter().enumerate().skip(item.prefix.max(1)) {
+            let row = u32::try_from(sequence * layout.tokens + place - 1).unwrap_or(u32::MAX);
+            rows.push(row);
+            targets.push(Some(*target));
+        }
+        tokens.extend_from_slice(&item.tokens);
+        tokens.resize((sequence + 1) * layout.tokens, 0);
+    }
+    let operations = runner.operations().as_ref();
+    let normed = runner.hidden_states(&tokens, layout)?;
+    let wanted = operations.embedding(&normed, &rows)?;
+    let head = Head {
+        hidden: &wanted,
+        weight: runner.model().head(),
+    };
+    let losses = operations.cross_entropy(head, &targets, None)?;
+    let needs_greedy = items.len() <= BATCH_ROWS;
+    let greedy = if needs_greedy {
+        likeliest(runner, &wanted)?
+    } else {
+        Vec::new()
+    };
+    let mut results = Vec::with_capacity(items.len());
+    let mut at = 0;
+    for item in items {
+        let continuation = item.tokens.len() - item.prefix.max(1).min(item.tokens.len());
+        let own = at..at + continuation;
+        let sum: f64 = losses[own.clone()].iter().map(|loss| f64::from(*loss)).sum();
+        let all = greedy[own.clone()]
+            .iter()
+            .zip(&targets[own])
+            .all(|(guess, target)| Some(*guess) == *target);
+        results.push(Scored {
+            mean_log_likelihood: -sum / count(continuation.max(1)),
+            greedy: all,
+        });
+        at += continuation;
+    }
+    Ok(results)
+}
+
+/// The likeliest next token of each row, a few rows at a time.
+fn likeliest(runner: &Runner, hidden: &espalier_model::Tensor) -> Result<Vec<u32>> {
+    const ROWS: usize = 64;
+    let operations = runner.operations().as_ref();
+    let mut found = Vec::with_capacity(hidden.rows());
+    let mut start = 0;
+    while start < hidden.rows() {
+        let part = hidden.narrow_rows(start, ROWS.min(hidden.rows() - start))?;
+        let logits = operations.logits(Head {
+            hidden: &part,
+            weight: runner.model().head(),
+        })?;
+        let values = operations.download(&logits)?;
+        for row in values.chunks(logits.columns().max(1)) {
+            let best = row
+                .iter()
+                .zip(0_u32..)
+                .reduce(|best, next| if next.0 > best.0 { next } else { best });
+            found.push(best.map_or(0, |(_, token)| token));
+        }
+        start += part.rows();
+    }
+    Ok(found)
+}

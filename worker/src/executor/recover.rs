@@ -1,0 +1,413 @@
+//! Recover: a student is distilled from its parent, forward KL at temperature 1.
+//!
+//! The order of the sequences follows from the recipe's seed alone; a checkpoint (weights, moments, losses)
+//! is written every so many steps and recorded under the task's own hash, so that another attempt goes on
+//! where this one ended, to the bit. Distillation can make a model worse: when the loss on a fixed slice of
+//! the training data is higher after than before, the untrained weights are kept.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use espalier_artifact::Name;
+use espalier_model::Model;
+use espalier_model::ops::{Head, Layout};
+use espalier_model::runner::Runner;
+use espalier_model::train::{Hyperparameters, MicroBatch, Objective, Schedule, Trainer};
+use espalier_proto::task::{ArtifactId, Recipe, Recover, Recovered};
+use rand::SeedableRng;
+use rand::seq::SliceRandom;
+use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
+
+use super::caches::finals;
+use super::divergence::mean;
+use super::{Caches, Context, Resident};
+use crate::data::shard::{self, Sequences};
+use crate::{Error, Result};
+
+/// Rows of a micro-batch; a step is the mean over its micro-batches.
+const MICRO_BATCH_ROWS: usize = 512;
+/// Activations inside blocks that are kept for the backward.
+const ACTIVATION_BYTES: usize = 640 << 20;
+/// Sequences whose loss before and after guards against training that harms.
+const GUARD_SEQUENCES: usize = 4;
+
+/// What an attempt leaves for the next.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Checkpoint {
+    trainer: ArtifactId,
+    losses: Vec<f32>,
+    seconds: f64,
+}
+
+/// Every sequence of every shard, addressed in order.
+struct Corpus<'a> {
+    shards: Vec<(&'a ArtifactId, Sequences)>,
+    places: Vec<(usize, usize)>,
+    sequence_tokens: usize,
+}
+
+/// The work of one attempt.
+struct Attempt<'a, 'b> {
+    context: &'a Context<'b>,
+    task: &'a Recover,
+    corpus: Corpus<'a>,
+    resident: Arc<Resident>,
+    about: Name,
+    steps: usize,
+}
+
+pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Recover) -> Result<Recovered> {
+    validate(&task.recipe)?;
+    let resident = caches.parent(context, &task.parent)?;
+    caches.clear_batches();
+    let corpus = Corpus::read(context, task, resident.model.architecture.vocab_size)?;
+    let step_tokens = task.recipe.batch_sequences.saturating_mul(corpus.sequence_tokens);
+    let tokens = usize::try_from(task.recipe.tokens).unwrap_or(usize::MAX);
+    let steps = (tokens / step_tokens.max(1)).max(1);
+    let about = question(task)?;
+    let attempt = Attempt {
+        context,
+        task,
+        corpus,
+        resident,
+        about,
+        steps,
+    };
+    attempt.train(caches)
+}
+
+fn validate(recipe: &Recipe) -> Result<()> {
+    let invalid = |reason: String| Err(Error::Invalid { reason });
+    if recipe.batch_sequences == 0 {
+        return invalid("recovery.batch_sequences is 0, expected at least 1".to_owned());
+    }
+    if !(recipe.learning_rate.is_finite() && recipe.learning_rate > 0.0) {
+        return invalid(format!(
+            "recovery.learning_rate is {}, expected above 0",
+            recipe.learning_rate
+        ));
+    }
+    Ok(())
+}
+
+/// The hash of everything that decides the result; not of where an attempt starts from.
+fn question(task: &Recover) -> Result<Name> {
+    let asked = Recover {
+        resume: None,
+        ..task.clone()
+    };
+    let json = serde_json::to_vec(&asked).map_err(|error| Error::Invalid {
+        reason: error.to_string(),
+    })?;
+    Ok(Name::of(&json))
+}
+
+impl Attempt<'_, '_> {
+    fn train(&self, caches: &mut Caches) -> Result<Recovered> {
+        let untrained = self.resident.model.slice(&self.task.candidate)?;
+        let before = self.guard_loss(caches, Arc::new(untrained.clone()))?;
+        let (mut trainer, mut checkpoint) = self.begin(&untrained)?;
+        let earlier_seconds = checkpoint.as_ref().map_or(0.0, |checkpoint| checkpoint.seconds);
+        let mut losses = checkpoint
+            .as_ref()
+            .map(|checkpoint| checkpoint.losses.clone())
+            .unwrap_or_default();
+        let start = Instant::now();
+        let order = Order::new(self.corpus.places.len(), self.task.recipe.seed);
+        while losses.len() < self.steps {
+            let step = losses.len();
+            let loss = self.step(caches, &mut trainer, &order, step)?;
+            losses.push(loss);
+            let total = self.steps * self.step_tokens();
+            self.context
+                .progress((step + 1) * self.step_tokens(), total, "tokens", || {
+                    format!("step {} of {}, loss {loss:.4}", step + 1, self.steps)
+                })?;
+            let every = self.task.recipe.checkpoint_steps;
+            if every > 0 && (losses.len() as u64).is_multiple_of(every) && losses.len() < self.steps {
+                let seconds = earlier_seconds + start.elapsed().as_secs_f64();
+                let previous = checkpoint.replace(self.save(&trainer, &losses, seconds)?);
+                self.discard(previous.as_ref(), checkpoint.as_ref());
+            }
+        }
+        let seconds = earlier_seconds + start.elapsed().as_secs_f64();
+        let trained = Arc::new(trainer.into_model());
+        let after = self.guard_loss(caches, Arc::clone(&trained))?;
+        let kept_untrained = after.is_nan() || after > before;
+        if kept_untrained {
+            tracing::warn!(
+                before,
+                after,
+                "training made the held-in loss worse; the untrained weights are kept"
+            );
+        }
+        let kept: &Model = if kept_untrained { &untrained } else { &trained };
+        let weights = self
+            .context
+            .put_written(|path| kept.save(path, &*self.context.operations))?;
+        Ok(Recovered {
+            weights,
+            losses,
+            tokens: (self.steps * self.step_tokens()) as u64,
+            kept_untrained,
+            seconds,
+        })
+    }
+
+    fn step_tokens(&self) -> usize {
+        self.task.recipe.batch_sequences * self.corpus.sequence_tokens
+    }
+
+    /// A fresh trainer, or the one that an earlier attempt left.
+    fn begin(&self, untrained: &Model) -> Result<(Trainer, Option<Checkpoint>)> {
+        let operations = Arc::clone(&self.context.operations);
+        if let Some(checkpoint) = self.earlier()? {
+            let loaded = self
+                .context
+                .store
+                .get_file(&checkpoint.trainer.0)
+                .map_err(Error::from)
+                .and_then(|path| Ok(Trainer::load(Arc::clone(&operations), &path, ACTIVATION_BYTES)?));
+            match loaded {
+                Ok(trainer) if trainer.model().architecture == untrained.architecture => {
+                    tracing::info!(
+                        step = checkpoint.losses.len(),
+                        "going on from an earlier attempt's checkpoint"
+                    );
+                    return Ok((trainer, Some(checkpoint)));
+                }
+                Ok(_) => tracing::warn!("an earlier attempt's checkpoint is of another shape; starting anew"),
+                Err(error) => {
+                    tracing::warn!(%error, "an earlier attempt's checkpoint cannot be used; starting anew")
+                }
+            }
+        }
+        Ok((Trainer::new(operations, untrained, ACTIVATION_BYTES)?, None))
+    }
+
+    /// The checkpoint that the task names, else the one recorded for it.
+    fn earlier(&self) -> Result<Option<Checkpoint>> {
+        let bytes = match &self.task.resume {
+            Some(artifact) => Some(self.context.store.get_bytes(&artifact.0)?),
+            None => self.context.store.record(&self.about)?,
+        };
+        let Some(bytes) = bytes else { return Ok(None) };
+        match serde_json::from_slice::<Checkpoint>(&bytes) {
+            Ok(checkpoint) if checkpoint.losses.len() <= self.steps => Ok(Some(checkpoint)),
+            Ok(_) | Err(_) => {
+                tracing::warn!("the record of an earlier attempt cannot be read; starting anew");
+                Ok(None)
+            }
+        }
+    }
+
+    fn save(&self, trainer: &Trainer, losses: &[f32], seconds: f64) -> Result<Checkpoint> {
+        let trainer = self.context.put_written(|path| trainer.save(path))?;
+        let checkpoint = Checkpoint {
+            trainer,
+            losses: losses.to_vec(),
+            seconds,
+        };
+        let json = serde_json::to_vec(&checkpoint).map_err(|error| Error::Invalid {
+            reason: error.to_string(),
+        })?;
+        self.context.store.set_record(&self.about, json)?;
+        Ok(checkpoint)
+    }
+
+    /// Checkpoints are large, and only the last one matters.
+    fn discard(&self, previous: Option<&Checkpoint>, current: Option<&Checkpoint>) {
+        let Some(previous) = previous else { return };
+        if current.is_some_and(|current| current.trainer == previous.trainer) {
+            return;
+        }
+        if let Err(error) = self.context.store.remove(&previous.trainer.0) {
+            tracing::warn!(%error, "an old checkpoint cannot be removed");
+        }
+    }
+
+    fn step(&self, caches: &mut Caches, trainer: &mut Trainer, order: &Order, step: usize) -> Result<f32> {
+        let batch = self.task.recipe.batch_sequences;
+        let chosen: Vec<usize> = (step * batch..(step + 1) * batch)
+            .map(|place| order.at(place))
+            .collect();
+        let together = (MICRO_BATCH_ROWS / self.corpus.sequence_tokens.max(1)).max(1);
+        let predictions = batch * self.corpus.sequence_tokens;
+        let mut sum = 0.0;
+        for micro in chosen.chunks(together) {
+            self.context.check_cancelled()?;
+            let (tokens, hidden, layout) = self.parent_states(caches, micro)?;
+            let objective = Objective::Distil {
+                hidden: &hidden,
+                head: self.resident.model.head(),
+            };
+            sum += trainer.accumulate(
+                &MicroBatch {
+                    tokens: &tokens,
+                    layout,
+                    objective,
+                },
+                predictions,
+            )?;
+        }
+        trainer.update(&self.hyperparameters(step))?;
+        #[allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)] // a loss to look at
+        Ok((sum / predictions as f64) as f32)
+    }
+
+    fn hyperparameters(&self, step: usize) -> Hyperparameters {
+        let recipe = &self.task.recipe;
+        let schedule = Schedule {
+            steps: self.steps as u64,
+            peak: recipe.learning_rate,
+            warmup: recipe.warmup,
+            final_share: recipe.final_share,
+        };
+        Hyperparameters {
+            learning_rate: schedule.learning_rate(step as u64),
+            betas: recipe.betas,
+            weight_decay: recipe.weight_decay,
+            clip: recipe.clip,
+            ..Hyperparameters::default()
+        }
+    }
+
+    /// Tokens of some sequences, and the parent's final hidden states for them.
+    fn parent_states(
+        &self,
+        caches: &mut Caches,
+        chosen: &[usize],
+    ) -> Result<(Vec<u32>, espalier_model::Tensor, Layout)> {
+        let layout = Layout {
+            sequences: chosen.len(),
+            tokens: self.corpus.sequence_tokens,
+        };
+        let (mut tokens, mut states) = (Vec::with_capacity(layout.rows()), Vec::new());
+        for place in chosen {
+            let (artifact, index, sequence) = self.corpus.sequence(*place)?;
+            states.extend(caches.final_states(self.context, &self.task.parent, artifact, index, sequence)?);
+            tokens.extend_from_slice(sequence);
+        }
+        let hidden = self.resident.model.architecture.hidden;
+        let states = self.context.operations.upload(&states, layout.rows(), hidden)?;
+        Ok((tokens, states, layout))
+    }
+
+    /// Mean KL to the parent on the first sequences of the training data.
+    fn guard_loss(&self, caches: &mut Caches, model: Arc<Model>) -> Result<f64> {
+        let runner = Runner::new(Arc::clone(&self.context.operations), model);
+        let mut losses = Vec::new();
+        for place in 0..GUARD_SEQUENCES.min(self.corpus.places.len()) {
+            let (tokens, parent, layout) = self.parent_states(caches, &[place])?;
+            let student = finals(&runner, &tokens, layout)?;
+            let parent = Head {
+                hidden: &parent,
+                weight: self.resident.model.head(),
+            };
+            let rows = self
+                .context
+                .operations
+                .distillation(runner.head(&student), parent, None)?;
+            losses.extend(rows.into_iter().map(f64::from));
+        }
+        Ok(mean(&losses).mean)
+    }
+}
+
+impl<'a> Corpus<'a> {
+    fn read(context: &Context<'_>, task: &'a Recover, vocab_size: usize) -> Result<Self> {
+        let mut shards = Vec::with_capacity(task.shards.len());
+        let mut places = Vec::new();
+        let sequence_tokens = task.shards.first().map_or(0, |shard| shard.sequence_tokens);
+        for described in &task.shards {
+            if described.sequence_tokens != sequence_tokens {
+                let reason =
+                    "recovery shards have sequences of different lengths, expected one length".to_owned();
+                return Err(Error::Invalid { reason });
+            }
+            let sequences = shard::read(context.store, described, vocab_size)?;
+            places.extend((0..sequences.len()).map(|index| (shards.len(), index)));
+            shards.push((&described.artifact, sequences));
+        }
+        if places.is_empty() || sequence_tokens == 0 {
+            return Err(Error::Invalid {
+                reason: "recovery has no sequence to train on".to_owned(),
+            });
+        }
+        Ok(Self {
+            shards,
+            places,
+            sequence_tokens,
+        })
+    }
+
+    /// The shard, the index in it and the tokens of a sequence.
+    fn sequence(&self, place: usize) -> Result<(&'a ArtifactId, usize, &[u32])> {
+        let found = self.places.get(place).and_then(|(shard, index)| {
+            let (artifact, sequences) = self.shards.get(*shard)?;
+            let start = index * self.sequence_tokens;
+            Some((
+                *artifact,
+                *index,
+                sequences.tokens.get(start..start + self.sequence_tokens)?,
+            ))
+        });
+        found.ok_or_else(|| Error::Invalid {
+            reason: format!("there is no training sequence {place}"),
+        })
+    }
+}
+
+/// Which sequence comes when: every sequence once an epoch, each epoch in an order of its own.
+struct Order {
+    sequences: usize,
+    seed: u64,
+    epochs: std::cell::RefCell<(usize, Vec<usize>)>,
+}
+
+impl Order {
+    fn new(sequences: usize, seed: u64) -> Self {
+        Self {
+            sequences,
+            seed,
+            epochs: std::cell::RefCell::new((usize::MAX, Vec::new())),
+        }
+    }
+
+    fn at(&self, place: usize) -> usize {
+        let (epoch, index) = (place / self.sequences.max(1), place % self.sequences.max(1));
+        let mut current = self.epochs.borrow_mut();
+        if current.0 != epoch {
+            let mut order: Vec<usize> = (0..self.sequences).collect();
+            let seed = self
+                .seed
+                .wrapping_add((epoch as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            order.shuffle(&mut ChaCha8Rng::seed_from_u64(seed));
+            *current = (epoch, order);
+        }
+        current.1.get(index).copied().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Order;
+
+    #[test]
+    fn every_sequence_comes_once_an_epoch_in_an_order_that_the_seed_gives() {
+        let order = Order::new(10, 7);
+        let mut first: Vec<usize> = (0..10).map(|place| order.at(place)).collect();
+        let second: Vec<usize> = (10..20).map(|place| order.at(place)).collect();
+        assert_ne!(first, second);
+        assert_eq!(
+            first,
+            (0..10)
+                .map(|place| Order::new(10, 7).at(place))
+                .collect::<Vec<_>>()
+        );
+        first.sort_unstable();
+        assert_eq!(first, (0..10).collect::<Vec<_>>());
+    }
+}
