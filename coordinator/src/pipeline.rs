@@ -18,6 +18,8 @@ mod fit;
 pub mod outcome;
 mod stage;
 mod tasks;
+#[cfg(test)]
+mod tests;
 
 pub use error::PlanError;
 pub use outcome::Outcome;
