@@ -4,9 +4,12 @@ use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 
 use super::Options;
-use super::primal::{Incumbent, improve, repair, round};
+use super::primal::{Incumbent, improve, improve_from, repair, round};
 use super::reduce::{Allowed, Reduced};
 use super::relaxation::{Basis, Relaxation, Relaxed};
+
+/// One node in so many is mended and improved.
+const MENDED: u64 = 16;
 
 /// What the search found.
 #[derive(Debug)]
@@ -176,6 +179,13 @@ impl Tree<'_> {
         round(core, &node.allowed, &relaxed, incumbent);
         if incumbent.cost() < before {
             improve(core, incumbent);
+        }
+        // Mending what the relaxation suggests here and exchanging pairs finds choices that rounding misses.
+        if self.nodes.is_multiple_of(MENDED)
+            && let Some(mended) = repair(core, &relaxed.choice, &relaxed.multipliers)
+        {
+            self.relaxation.work += 10 * core.items.len() as u64;
+            improve_from(core, mended, incumbent);
         }
         self.tighten(&mut node, &relaxed, incumbent.cutoff())?;
         let (group, middle, left_first) = division(&node.allowed, &relaxed)?;

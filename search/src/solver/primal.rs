@@ -188,9 +188,14 @@ pub(super) fn improve(reduced: &Reduced, incumbent: &mut Incumbent) {
     if reduced.items.len() > MOST_PAIRED_ITEMS {
         return;
     }
-    let Some((mut choice, _)) = incumbent.best.clone() else {
+    let Some((choice, _)) = incumbent.best.clone() else {
         return;
     };
+    improve_from(reduced, choice, incumbent);
+}
+
+/// [`improve`] from any choice inside the limits.
+pub(super) fn improve_from(reduced: &Reduced, mut choice: Vec<u32>, incumbent: &mut Incumbent) {
     let (mut cost, mut uses) = reduced.totals(&choice);
     for _ in 0..32 {
         let Some((a, b)) = best_pair(reduced, &choice, &uses) else {
