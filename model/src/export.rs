@@ -163,7 +163,7 @@ impl Staging {
         let parent = target
             .parent()
             .filter(|parent| !parent.as_os_str().is_empty())
-            .unwrap_or(Path::new("."));
+            .unwrap_or_else(|| Path::new("."));
         fs::create_dir_all(parent).map_err(|source| Error::Io {
             path: parent.to_owned(),
             source,

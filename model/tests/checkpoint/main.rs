@@ -238,7 +238,7 @@ fn round_trip(family: &str, variants: &[(usize, Variant)]) -> (Value, Architectu
         again.side_files().chat_template().as_deref(),
         Some("{{ messages }}")
     );
-    (again.config.clone(), again.architecture.clone(), home)
+    (again.config, again.architecture, home)
 }
 
 #[test]

@@ -234,7 +234,7 @@ fn scaling(header: &Header, prefix: &str, rope: &Rope, factors: Option<&[f32]>) 
             let mut scaling = json!({
                 "rope_type": "yarn",
                 "factor": factor,
-                "original_max_position_embeddings": original.map_or(json!(rope.context), |length| json!(length)),
+                "original_max_position_embeddings": original.map_or_else(|| json!(rope.context), |length| json!(length)),
             });
             if let (Some(fields), Some(attention)) =
                 (scaling.as_object_mut(), header.number(&key("attn_factor")))
