@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn every_share_is_written_so_that_it_reads_back() {
-        for share in [0.75, 0.1, 1.0 / 3.0, 0.999_999_9, 1.07, 0.070_000_000_000_000_01] {
+        for share in [0.75, 0.1, 1.0 / 3.0, 0.999_999_9, 1.07, 0.07] {
             let text = format(Bound::ShareOfParent(share), Metric::Latency);
             let Bound::ShareOfParent(again) = parse(Metric::Latency, &text).unwrap() else {
                 panic!("{text}")

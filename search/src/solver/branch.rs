@@ -139,9 +139,7 @@ impl Tree<'_> {
             basis: self.relaxation.first_basis(),
         });
         loop {
-            let Some(node) = current.take().or_else(|| open.pop()) else {
-                return None;
-            };
+            let node = current.take().or_else(|| open.pop())?;
             if node.bound >= incumbent.cutoff() {
                 continue;
             }
