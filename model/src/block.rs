@@ -30,6 +30,7 @@ pub struct Context<'a> {
 
 /// What one block's backward needs besides the block's input.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant)] // a handful exist at a time, and each points at megabytes
 pub enum Saved {
     /// Of an attention block.
     Attention(attention::Saved),

@@ -35,7 +35,7 @@ pub(crate) fn write_atomically(path: &Path, write: impl FnOnce(&Path) -> Result<
     let directory = path
         .parent()
         .filter(|parent| !parent.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
+        .unwrap_or_else(|| Path::new("."));
     File::open(directory)
         .and_then(|directory| directory.sync_all())
         .map_err(io(directory))

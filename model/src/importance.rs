@@ -70,7 +70,7 @@ impl Importance {
                 None => total = Some(sums),
             }
         }
-        total.ok_or(Error::OutOfRange {
+        total.ok_or_else(|| Error::OutOfRange {
             what: "calibration sequences",
             value: 0,
             expected: "at least 1".to_owned(),

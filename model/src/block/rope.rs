@@ -1,6 +1,5 @@
 //! Tables of cosines and sines, made once for each kind of RoPE and grown with the longest sequence seen.
 
-use std::f64::consts::TAU;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use espalier_arch::{Attention, BlockShape, Rope, RopeScaling};
@@ -86,7 +85,7 @@ fn make_table(
     rows: usize,
     length: usize,
 ) -> Result<RopeTable> {
-    let (frequencies, factor) = inverse_frequencies(rope, head_dim, length);
+    let (frequencies, factor) = rope.inverse_frequencies(head_dim, length);
     let mut cosine = Vec::with_capacity(rows * frequencies.len());
     let mut sine = Vec::with_capacity(rows * frequencies.len());
     for position in 0..rows {
@@ -103,79 +102,4 @@ fn make_table(
         cosine: operations.upload(&cosine, rows, frequencies.len())?,
         sine: operations.upload(&sine, rows, frequencies.len())?,
     })
-}
-
-/// Radians a position of each pair of a head, and the factor of cosine and sine, for a sequence of
-/// `length` tokens: what transformers' `modeling_rope_utils` computes, in f64.
-pub(crate) fn inverse_frequencies(rope: &Rope, head_dim: usize, length: usize) -> (Vec<f64>, f64) {
-    let dims = head_dim as f64;
-    let series = |theta: f64| -> Vec<f64> {
-        (0..head_dim / 2)
-            .map(|pair| theta.powf(-2.0 * pair as f64 / dims))
-            .collect()
-    };
-    let plain = series(rope.theta);
-    match rope.scaling {
-        RopeScaling::None => (plain, 1.0),
-        RopeScaling::Linear { factor } => (plain.iter().map(|frequency| frequency / factor).collect(), 1.0),
-        RopeScaling::Dynamic {
-            factor,
-            original_max_positions,
-        } => {
-            if length <= original_max_positions {
-                return (plain, 1.0);
-            }
-            let stretch = factor * length as f64 / original_max_positions as f64 - (factor - 1.0);
-            (series(rope.theta * stretch.powf(dims / (dims - 2.0))), 1.0)
-        }
-        RopeScaling::Llama3 {
-            factor,
-            low_freq_factor,
-            high_freq_factor,
-            original_max_positions,
-        } => {
-            let original = original_max_positions as f64;
-            let stretch = |frequency: &f64| {
-                let wavelength = TAU / frequency;
-                if wavelength > original / low_freq_factor {
-                    return frequency / factor;
-                }
-                if wavelength < original / high_freq_factor {
-                    return *frequency;
-                }
-                let smooth = (original / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
-                (1.0 - smooth) * frequency / factor + smooth * frequency
-            };
-            (plain.iter().map(stretch).collect(), 1.0)
-        }
-        RopeScaling::Yarn {
-            factor,
-            attention_factor,
-            beta_fast,
-            beta_slow,
-            original_max_positions,
-            truncate,
-        } => {
-            // The dimension at which a wavelength turns `rotations` times within the original length.
-            let turning = |rotations: f64| {
-                dims * (original_max_positions as f64 / (rotations * TAU)).ln() / (2.0 * rope.theta.ln())
-            };
-            let (mut low, mut high) = (turning(beta_fast), turning(beta_slow));
-            if truncate {
-                (low, high) = (low.floor(), high.ceil());
-            }
-            let (low, mut high) = (low.max(0.0), high.min(dims - 1.0));
-            if (high - low).abs() < f64::EPSILON {
-                high += 0.001;
-            }
-            let stretched = |(pair, frequency): (usize, &f64)| {
-                let ramp = ((pair as f64 - low) / (high - low)).clamp(0.0, 1.0);
-                frequency / factor * ramp + frequency * (1.0 - ramp)
-            };
-            (
-                plain.iter().enumerate().map(stretched).collect(),
-                attention_factor,
-            )
-        }
-    }
 }
