@@ -12,7 +12,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use espalier_arch::{Architecture, BlockShape, Candidate, Role, Variant};
+use espalier_arch::{Architecture, BlockShape, Candidate, Variant};
 use espalier_model::decode::Session;
 use espalier_model::importance::Importance;
 use espalier_model::ops::cpu::CpuOperations;
@@ -178,9 +178,7 @@ fn every_gradient_equals_that_of_transformers() {
                 .unwrap();
             let found = golden.operations.download(tensor).unwrap();
             let error = norm(found.iter().zip(expected).map(|(a, b)| a - b));
-            // A key's bias moves every score of a query alike, so its true gradient is zero.
-            let scale =
-                norm(expected.iter().copied()).max(if spec.role == Role::KeyBias { 1.0 } else { 1e-12 });
+            let scale = norm(expected.iter().copied()).max(1e-12);
             worst = worst.max(error / scale);
             assert!(
                 error / scale < 1e-4,
