@@ -32,8 +32,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::{Error, Result};
-use owner::{Owner, Request};
 pub use adapter::PipelinePlanner;
+use owner::{Owner, Request};
 pub use planner::{Planned, Planner, StageSnapshot};
 
 /// Requests that may wait for the loop.
@@ -87,16 +87,17 @@ impl Coordinator {
     ///
     /// # Errors
     /// As [`Coordinator::start`].
-    pub async fn start_with(
-        options: CoordinatorOptions,
-        planner: Arc<dyn Planner>,
-    ) -> Result<Handle> {
+    pub async fn start_with(options: CoordinatorOptions, planner: Arc<dyn Planner>) -> Result<Handle> {
         let listener = TcpListener::bind(options.listen)
             .await
-            .map_err(|source| Error::Listen { address: options.listen, source })?;
-        let address = listener
-            .local_addr()
-            .map_err(|source| Error::Listen { address: options.listen, source })?;
+            .map_err(|source| Error::Listen {
+                address: options.listen,
+                source,
+            })?;
+        let address = listener.local_addr().map_err(|source| Error::Listen {
+            address: options.listen,
+            source,
+        })?;
         let lock = lock(&options.data_dir)?;
         let (requests, inbox) = mpsc::channel(REQUESTS);
         let stop = CancellationToken::new();
@@ -126,7 +127,16 @@ impl Coordinator {
         let server = tokio::spawn(serve(listener, requests.clone(), tasks.clone(), stop.clone()));
         let ticker = tokio::spawn(owner::tick(requests.clone(), stop.clone()));
         tracing::info!(%address, "the coordinator listens");
-        Ok(Handle { address, requests, failed, stop, tasks, owner, server, ticker })
+        Ok(Handle {
+            address,
+            requests,
+            failed,
+            stop,
+            tasks,
+            owner,
+            server,
+            ticker,
+        })
     }
 }
 
@@ -173,7 +183,9 @@ impl Handle {
         let late = |_| Error::Internal("the coordinator did not stop in time".to_owned());
         self.tasks.close();
         // The loop may be gone already, having failed.
-        let _ = timeout_at(deadline, self.requests.send(Request::Stop)).await.map_err(late)?;
+        let _ = timeout_at(deadline, self.requests.send(Request::Stop))
+            .await
+            .map_err(late)?;
         self.stop.cancel();
         let mut server = self.server;
         if timeout_at(deadline, &mut server).await.is_err() {
@@ -201,12 +213,14 @@ fn lock(directory: &Path) -> Result<File> {
         .map_err(file_error("open", &path))?;
     match file.try_lock() {
         Ok(()) => Ok(file),
-        Err(std::fs::TryLockError::WouldBlock) => {
-            Err(Error::InUse { path: directory.to_owned() })
-        }
-        Err(std::fs::TryLockError::Error(source)) => {
-            Err(Error::File { action: "lock", path, source })
-        }
+        Err(std::fs::TryLockError::WouldBlock) => Err(Error::InUse {
+            path: directory.to_owned(),
+        }),
+        Err(std::fs::TryLockError::Error(source)) => Err(Error::File {
+            action: "lock",
+            path,
+            source,
+        }),
     }
 }
 
@@ -216,12 +230,18 @@ async fn serve(
     tasks: TaskTracker,
     stop: CancellationToken,
 ) -> Result<(), tonic::transport::Error> {
-    let jobs = JobsServer::new(jobs::Service { requests: requests.clone() })
-        .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
-        .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
-    let workers = WorkersServer::new(workers::Service { requests, tasks, stop: stop.clone() })
-        .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
-        .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
+    let jobs = JobsServer::new(jobs::Service {
+        requests: requests.clone(),
+    })
+    .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
+    .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
+    let workers = WorkersServer::new(workers::Service {
+        requests,
+        tasks,
+        stop: stop.clone(),
+    })
+    .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
+    .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
     tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(Duration::from_secs(10)))
         .http2_keepalive_timeout(Some(Duration::from_secs(20)))

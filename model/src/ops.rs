@@ -124,7 +124,8 @@ pub trait Operations: Send + Sync + Debug {
     /// Rows of `table` at `tokens`: `(tokens, hidden)`.
     fn embedding(&self, table: &Tensor, tokens: &[u32]) -> Result<Tensor>;
     /// Adds each row of `grad_output` to the row of `grad_table` that its token names.
-    fn embedding_backward(&self, grad_output: &Tensor, tokens: &[u32], grad_table: &mut Tensor) -> Result<()>;
+    fn embedding_backward(&self, grad_output: &Tensor, tokens: &[u32], grad_table: &mut Tensor)
+    -> Result<()>;
 
     /// `x · weightᵀ + bias`: x `(tokens, in)`, weight `(out, in)`, bias `(1, out)`.
     fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
@@ -169,11 +170,22 @@ pub trait Operations: Send + Sync + Debug {
 
     /// Rotates every head of `x` in place (half-split pairs, as Hugging Face checkpoints expect); row
     /// `s * tokens + t` stands at position `first_position + t`.
-    fn rope(&self, x: &mut Tensor, head_dim: usize, table: &RopeTable, layout: Layout, first_position: usize)
-    -> Result<()>;
+    fn rope(
+        &self,
+        x: &mut Tensor,
+        head_dim: usize,
+        table: &RopeTable,
+        layout: Layout,
+        first_position: usize,
+    ) -> Result<()>;
     /// The inverse rotation, in place, from position 0.
-    fn rope_backward(&self, grad: &mut Tensor, head_dim: usize, table: &RopeTable, layout: Layout)
-    -> Result<()>;
+    fn rope_backward(
+        &self,
+        grad: &mut Tensor,
+        head_dim: usize,
+        table: &RopeTable,
+        layout: Layout,
+    ) -> Result<()>;
 
     /// Causal attention within each sequence: q `(tokens, query_width)`, k and v `(tokens, kv_width)`;
     /// scores are scaled by `1/sqrt(head_dim)`. Gives the output `(tokens, query_width)` and the log of
