@@ -1,7 +1,8 @@
 //! What each MLP channel and each KV group contributes, summed in f64 over calibration tokens.
 //!
 //! Sums of disjoint shards add up, in shard order, to those of the whole. An MLP channel's score is
-//! `‖w_i‖ · Σ mean|a_i|` (Puzzle, 2411.19146, "independent"): `a` is what the down projection reads and `w_i`
+//! `‖w_i‖ · sqrt(Σ a_i²)`: the root mean square of what the channel adds to the residual stream, where `a` is
+//! what the down projection reads and `w_i`
 //! its column. KV groups are ordered greedily: the group whose removal, on top of those removed before,
 //! leaves the smallest `Σ ‖Σ_removed W_o[:,g]·a_g‖²` goes next. That needs only the sums of inner products
 //! `⟨W_o[:,g]·a_g, W_o[:,h]·a_h⟩`, which are `Σ_{i∈g,j∈h} (AᵀA)_ij (W_oᵀW_o)_ij`.
@@ -29,10 +30,8 @@ pub enum BlockImportance {
     },
     /// Of a multilayer perceptron.
     Mlp {
-        /// `Σ_sequences mean|a_i|`, a channel each.
-        mean_absolute: Vec<f64>,
-        /// `Σ_sequences (mean|a_i|)²`, a channel each: the square of Minitron's score (2407.14679).
-        squared_mean: Vec<f64>,
+        /// `Σ_tokens a_i²`, a channel each.
+        squares: Vec<f64>,
     },
 }
 
@@ -88,11 +87,12 @@ impl Importance {
                 (Saved::Attention(saved), BlockShape::Attention(shape), BlockWeights::Attention(weights)) => {
                     group_products(operations, saved.attended(), &weights.output, shape)?
                 }
-                (Saved::Mlp(saved), ..) => channel_sums(
-                    &operations.download(saved.activated())?,
-                    saved.activated(),
-                    layout,
-                ),
+                (Saved::Mlp(saved), ..) => BlockImportance::Mlp {
+                    squares: column_squares(
+                        &operations.download(saved.activated())?,
+                        saved.activated().columns(),
+                    ),
+                },
                 _ => {
                     return Err(Error::BlockKind {
                         expected: weights.kind(),
@@ -167,9 +167,9 @@ impl Importance {
                         groups: greedy_order(inner_products),
                     }
                 }
-                (BlockImportance::Mlp { mean_absolute, .. }, BlockWeights::Mlp(weights)) => {
+                (BlockImportance::Mlp { squares }, BlockWeights::Mlp(weights)) => {
                     BlockPermutation::Mlp {
-                        channels: channel_order(operations, mean_absolute, &weights.down)?,
+                        channels: channel_order(operations, squares, &weights.down)?,
                     }
                 }
                 _ => return Err(shape_error("blocks of the model's kinds", "others")),
@@ -191,20 +191,14 @@ impl BlockImportance {
     fn sums(&self) -> Vec<&Vec<f64>> {
         match self {
             Self::Attention { inner_products } => vec![inner_products],
-            Self::Mlp {
-                mean_absolute,
-                squared_mean,
-            } => vec![mean_absolute, squared_mean],
+            Self::Mlp { squares } => vec![squares],
         }
     }
 
     fn sums_mut(&mut self) -> Vec<&mut Vec<f64>> {
         match self {
             Self::Attention { inner_products } => vec![inner_products],
-            Self::Mlp {
-                mean_absolute,
-                squared_mean,
-            } => vec![mean_absolute, squared_mean],
+            Self::Mlp { squares } => vec![squares],
         }
     }
 
@@ -242,48 +236,25 @@ fn group_products(
     Ok(BlockImportance::Attention { inner_products })
 }
 
-fn channel_sums(activations: &[f32], shape: &Tensor, layout: Layout) -> BlockImportance {
-    let channels = shape.columns();
-    let mut mean_absolute = vec![0.0; channels];
-    let mut squared_mean = vec![0.0; channels];
-    let mut means = vec![0.0; channels];
-    for sequence in activations.chunks((channels * layout.tokens).max(1)) {
-        means.fill(0.0);
-        for row in sequence.chunks(channels.max(1)) {
-            means
-                .iter_mut()
-                .zip(row)
-                .for_each(|(sum, value)| *sum += f64::from(value.abs()));
-        }
-        let sums = mean_absolute.iter_mut().zip(&mut squared_mean);
-        for ((absolute, squared), total) in sums.zip(&means) {
-            let mean = total / layout.tokens as f64;
-            *absolute += mean;
-            *squared += mean * mean;
-        }
-    }
-    BlockImportance::Mlp {
-        mean_absolute,
-        squared_mean,
-    }
-}
-
-/// Channels by `‖w_i‖ · Σ mean|a_i|`, falling; equals keep their order.
-fn channel_order(operations: &dyn Operations, mean_absolute: &[f64], down: &Tensor) -> Result<Vec<usize>> {
-    if down.columns() != mean_absolute.len() {
-        return Err(shape_error("as many channels as the model has", "another number"));
-    }
-    let mut squared_norms = vec![0.0; mean_absolute.len()];
-    for row in operations.download(down)?.chunks(down.columns().max(1)) {
-        squared_norms
+/// Sum of squares of each column of a matrix given row by row.
+fn column_squares(matrix: &[f32], columns: usize) -> Vec<f64> {
+    let mut squares = vec![0.0; columns];
+    for row in matrix.chunks(columns.max(1)) {
+        squares
             .iter_mut()
             .zip(row)
             .for_each(|(sum, value)| *sum += f64::from(*value).powi(2));
     }
-    let scores = squared_norms
-        .iter()
-        .zip(mean_absolute)
-        .map(|(norm, mean)| norm.sqrt() * mean);
+    squares
+}
+
+/// Channels by `‖w_i‖² · Σ a_i²`, falling; equals keep their order.
+fn channel_order(operations: &dyn Operations, squares: &[f64], down: &Tensor) -> Result<Vec<usize>> {
+    if down.columns() != squares.len() {
+        return Err(shape_error("as many channels as the model has", "another number"));
+    }
+    let norms = column_squares(&operations.download(down)?, down.columns());
+    let scores = norms.iter().zip(squares).map(|(norm, square)| norm * square);
     let mut ranked: Vec<(usize, f64)> = scores.enumerate().collect();
     ranked.sort_by(|(_, a), (_, b)| b.total_cmp(a));
     Ok(ranked.into_iter().map(|(channel, _)| channel).collect())
