@@ -62,7 +62,7 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Ingest) -> 
             fingerprint: parent.fingerprint()?,
             permutation: None,
         },
-        architecture: parent.architecture.clone(),
+        architecture: parent.architecture,
         calibration: pieces(&roles.calibration, CALIBRATION_SHARD_TOKENS)?,
         scoring: store(&roles.scoring)?,
         recovery: pieces(&roles.recovery, RECOVERY_SHARD_TOKENS)?,
