@@ -195,7 +195,7 @@ fn strategy(strategy: Strategy, before: Quality, after: Quality) -> StrategyRepo
 }
 
 fn block_report(block: usize, uniform: bool) -> BlockReport {
-    let (layer, attention) = (block / 2, block % 2 == 0);
+    let (layer, attention) = (block / 2, block.is_multiple_of(2));
     let whole = if attention { 3 } else { 1536 };
     let size = match (attention, uniform) {
         (true, true) => 3,
