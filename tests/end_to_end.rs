@@ -101,7 +101,7 @@ fn a_job_on_the_tiny_parent_meets_its_limits_and_wins_quality_back() {
         assert!(before > 0.01, "quality falls: {before}");
         assert!(after < 0.85 * before, "quality comes back: {before} to {after}");
     }
-    let table = String::from_utf8(ended.stdout.clone()).unwrap();
+    let table = String::from_utf8(ended.stdout).unwrap();
     assert!(
         table.starts_with("LIMIT") && table.contains("block_parameters"),
         "{table}"

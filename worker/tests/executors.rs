@@ -251,7 +251,7 @@ fn a_profile_has_a_row_for_every_shape_and_the_base_at_every_point() {
             sequences: 1,
         },
     ];
-    let architecture = ingested.architecture.clone();
+    let architecture = ingested.architecture;
     let spec = Profile {
         architecture: architecture.clone(),
         shapes,
