@@ -1,14 +1,26 @@
 //! The multiple-choice knapsack under several limits, solved exactly.
 //!
 //! Choose one item from each group so that the sum of costs is least and, for each limit, the sum of uses
-//! stays within it. The way there: drop dominated items; solve the linear relaxation by Dantzig–Wolfe
-//! decomposition, which is the best Lagrangian bound (Geoffrion 1974) and gives its multipliers; drop items
-//! whose reduced cost alone exceeds the gap; find good solutions by rounding and exchanging; then
-//! branch and bound, splitting a fractional group's items in two. Work is counted in items priced, never
-//! in seconds, so that the same problem always gives the same answer.
+//! stays within it. The way there:
+//!
+//! 1. drop dominated items (`reduce`);
+//! 2. solve the linear relaxation by Dantzig–Wolfe decomposition, which is the best Lagrangian bound
+//!    (Geoffrion 1974) and gives its multipliers (`relaxation`);
+//! 3. find good choices by rounding, mending and exchanging (`primal`);
+//! 4. look at every choice whose reduced costs still let it win, by meeting in the middle, in rooms that grow
+//!    until one holds a choice (`meet`): for a hundred groups and three limits this mostly finds the optimum and
+//!    proves it;
+//! 5. where that is too much, branch and bound, splitting a fractional group's items in two and closing nodes
+//!    in the same way (`branch`).
+//!
+//! The proof never rests on the search for good choices: a bound is a Lagrangian one, or says that everything
+//! below it has been looked at. Work is counted in items priced and part-choices looked at, never in seconds,
+//! so that the same problem always gives the same answer.
 
 mod branch;
 mod diverse;
+mod halves;
+mod meet;
 mod primal;
 mod reach;
 mod reduce;
@@ -47,7 +59,7 @@ pub struct Problem {
 pub struct Options {
     /// Stop once (cost − lower bound) / |cost| is proven to be at most this; 0 asks for the optimum.
     pub relative_gap: f64,
-    /// Stop after about so many items priced, with whatever gap is proven then.
+    /// Stop after about so many items priced and part-choices looked at, with whatever gap is proven then.
     pub work: u64,
 }
 

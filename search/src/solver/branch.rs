@@ -4,12 +4,17 @@ use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 
 use super::Options;
+use super::meet::{Budget, Core, deepen};
 use super::primal::{Incumbent, improve, improve_from, repair, round};
 use super::reduce::{Allowed, Reduced};
 use super::relaxation::{Basis, Relaxation, Relaxed};
 
 /// One node in so many is mended and improved.
 const MENDED: u64 = 16;
+/// A node is closed by looking at all it may hold when that is at most so many part-choices of each half …
+const CLOSED_PARTS: usize = 1 << 12;
+/// … and so many of them to list and to look at together.
+const CLOSED_WORK: u64 = 1 << 18;
 
 /// What the search found.
 #[derive(Debug)]
@@ -69,8 +74,10 @@ pub(super) fn search(whole: &Reduced, options: &Options) -> Found {
         incumbent.offer_choice(whole, &repaired);
     }
     improve(whole, &mut incumbent);
-    let work = relaxation.work;
-    let mut kept = within_reach(whole, &relaxation, &allowed, &root, incumbent.cutoff());
+    let most = options.work.saturating_sub(relaxation.work);
+    let deepened = deepen(whole, &allowed, &root, most, &mut incumbent);
+    let work = relaxation.work + deepened.work;
+    let mut kept = within_reach(whole, &allowed, &root, incumbent.cutoff());
     for &item in incumbent.choice() {
         kept[item as usize] = true;
     }
@@ -90,30 +97,24 @@ pub(super) fn search(whole: &Reduced, options: &Options) -> Found {
         nodes: 1,
     };
     tree.relaxation.work = work;
-    let open = tree.explore(root.bound, &mut incumbent, options.work);
+    let open = tree.explore(deepened.bound, &mut incumbent, options.work);
     Found {
         best: incumbent.original(&core),
         lower_bound: open
             .unwrap_or(f64::INFINITY)
             .min(incumbent.cutoff())
-            .max(root.bound),
+            .max(deepened.bound),
         exhausted: open.is_none(),
         nodes: tree.nodes,
     }
 }
 
 /// Which items some choice better than `cutoff` may hold, by their reduced cost at the root.
-fn within_reach(
-    whole: &Reduced,
-    relaxation: &Relaxation<'_>,
-    allowed: &[(u32, u32)],
-    root: &Relaxed,
-    cutoff: f64,
-) -> Vec<bool> {
+fn within_reach(whole: &Reduced, allowed: &[(u32, u32)], root: &Relaxed, cutoff: f64) -> Vec<bool> {
     let mut kept = vec![true; whole.items.len()];
     for &(first, end) in allowed {
         let values: Vec<f64> = (first..end)
-            .map(|item| relaxation.value(item, &root.multipliers))
+            .map(|item| whole.priced(item, &root.multipliers))
             .collect();
         let least = values.iter().copied().fold(f64::INFINITY, f64::min);
         for (item, value) in (first..end).zip(values) {
@@ -174,6 +175,9 @@ impl Tree<'_> {
         if node.bound >= incumbent.cutoff() {
             return None;
         }
+        if self.close(&node, &relaxed, incumbent) {
+            return None;
+        }
         round(core, &node.allowed, &relaxed, incumbent);
         if incumbent.cost() < before {
             improve(core, incumbent);
@@ -205,6 +209,18 @@ impl Tree<'_> {
         Some(if left_first { (left, right) } else { (right, left) })
     }
 
+    /// Looks at everything the node may still hold, where that is little; true when nothing is left to find.
+    fn close(&mut self, node: &Node, relaxed: &Relaxed, incumbent: &mut Incumbent) -> bool {
+        let room = incumbent.cutoff() - relaxed.bound;
+        let budget = Budget {
+            parts: CLOSED_PARTS,
+            work: CLOSED_WORK,
+        };
+        let met = Core::new(self.core, &node.allowed, relaxed, room).meet(room, budget, incumbent);
+        self.relaxation.work += met.work;
+        met.complete
+    }
+
     /// Drops items at the ends of each interval that the node's own bound rules out; none when nothing is left.
     fn tighten(&mut self, node: &mut Node, relaxed: &Relaxed, cutoff: f64) -> Option<()> {
         let room = cutoff - relaxed.bound;
@@ -213,7 +229,7 @@ impl Tree<'_> {
                 continue;
             }
             let values: Vec<f64> = (*first..*end)
-                .map(|item| self.relaxation.value(item, &relaxed.multipliers))
+                .map(|item| self.core.priced(item, &relaxed.multipliers))
                 .collect();
             let least = values.iter().copied().fold(f64::INFINITY, f64::min);
             let inside = |value: &f64| value - least < room;

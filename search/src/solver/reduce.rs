@@ -155,6 +155,13 @@ impl Reduced {
         (cost, uses)
     }
 
+    /// cost + λ·uses of one item.
+    pub(super) fn priced(&self, item: u32, multipliers: &[f64]) -> f64 {
+        let item = item as usize;
+        let uses = self.uses_of(item).iter().zip(multipliers);
+        self.items[item].cost + uses.map(|(amount, value)| amount * value).sum::<f64>()
+    }
+
     /// Whether these uses are inside every limit.
     pub(super) fn fits(&self, uses: &[f64]) -> bool {
         uses.iter()

@@ -175,7 +175,7 @@ impl<'a> Relaxation<'a> {
         for &(first, end) in allowed {
             let mut best = (f64::INFINITY, first);
             for item in first..end {
-                let value = self.value(item, multipliers);
+                let value = reduced.priced(item, multipliers);
                 if value < best.0 {
                     best = (value, item);
                 }
@@ -189,18 +189,6 @@ impl<'a> Relaxation<'a> {
             choice.push(best.1);
         }
         (cost, priced)
-    }
-
-    /// cost + λ·uses of one item.
-    pub(super) fn value(&self, item: u32, multipliers: &[f64]) -> f64 {
-        let item = item as usize;
-        let uses = self.reduced.uses_of(item);
-        self.reduced.items[item].cost
-            + uses
-                .iter()
-                .zip(multipliers)
-                .map(|(amount, value)| amount * value)
-                .sum::<f64>()
     }
 
     /// Basic choices that the node forbids become artificial: they may stay for a while, but never for free.
