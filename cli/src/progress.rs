@@ -12,7 +12,8 @@ use crate::output;
 /// Off a terminal, a running stage says how far it is this often.
 const SPARSE: Duration = Duration::from_secs(30);
 
-/// Share of a job's time by executor, as measured on jobs with default strategies: the prior for stages to come.
+/// Share of a job's time by executor: the prior for stages that have not begun. Estimates, not measurements; they
+/// count for less as stages end and show what they took.
 const WEIGHTS: [(&str, f64); 12] = [
     ("ingest", 1.0),
     ("profile", 12.0),
