@@ -41,7 +41,10 @@ struct Request {
     #[serde(default)]
     prompts: Vec<String>,
     /// New tokens of each.
+    #[serde(default)]
     new_tokens: usize,
+    /// New tokens after the first of the sequences, of the parent and of each export, with a cache and without.
+    export_tokens: usize,
     /// Smaller models by name.
     #[serde(default)]
     exports: BTreeMap<String, Export>,
@@ -87,20 +90,24 @@ fn main() -> Outcome<()> {
     let mut generated = Vec::new();
     for prompt in &request.prompts {
         let prompt = encode(&parent, prompt)?;
-        let new = greedy(&operations, &model, &prompt, request.new_tokens)?;
+        let capacity = prompt.len() + request.new_tokens;
+        let mut session = Session::new(Arc::clone(&operations), Arc::clone(&model), 1, capacity)?;
+        let new = session
+            .generate_greedy(&prompt, request.new_tokens, &[])?
+            .concat();
         generated.push(json!({ "prompt": prompt, "new": new }));
     }
     write_expected(
         &operations,
         &model,
         first,
-        request.new_tokens,
+        request.export_tokens,
         &output.join("whole.safetensors"),
     )?;
     for (name, asked) in &request.exports {
         let smaller = write_export(&operations, &parent, &model, asked, &output.join(name))?;
         let path = output.join(format!("{name}.safetensors"));
-        write_expected(&operations, &smaller, first, request.new_tokens, &path)?;
+        write_expected(&operations, &smaller, first, request.export_tokens, &path)?;
     }
     let result = json!({ "tokens": tokens, "perplexity": perplexity, "generated": generated });
     std::fs::write(output.join("result.json"), result.to_string())?;

@@ -3,8 +3,9 @@
     python check_export.py EXPORTED EXPECTED.safetensors [--tolerance 1e-3]
 
 EXPECTED holds `tokens` (sequences, tokens), integers, and `logits`, f32, (sequences, tokens, vocabulary) or the same rows
-as (sequences * tokens, vocabulary). Exits 0 where every logit agrees, the tokenizer loads and encodes what it decodes,
-generation with a cache equals generation without, and a tied embedding is one tensor. The figures are printed last.
+as (sequences * tokens, vocabulary); where it holds `generated`, those are the likeliest tokens after the first 16. Exits 0
+where every logit agrees, the tokenizer loads and encodes what it decodes, generation with a cache equals generation without
+and what was expected, and a tied embedding is one tensor. The figures are printed last.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 SAMPLE = "An espalier is a tree trained to a frame: 3 branches, 12 buds, naïve café.\n\n  def f(x):\n\treturn x  # ok"
 
@@ -50,11 +51,15 @@ def check(directory, expected, tolerance):
         complaints.append(f"logits differ by {difference:.3g}, expected at most {tolerance:g}")
 
     prompt = tokens[:1, : min(16, tokens.shape[1])]
-    settings = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    cached = model.generate(prompt, use_cache=True, **settings)
-    plain = model.generate(prompt, use_cache=False, **settings)
+    generated = wanted.get("generated", torch.zeros(16, dtype=torch.long))
+    model.generation_config = GenerationConfig(max_new_tokens=len(generated), do_sample=False, pad_token_id=0)
+    mask = torch.ones_like(prompt)
+    cached = model.generate(prompt, attention_mask=mask, use_cache=True)[0, prompt.shape[1] :]
+    plain = model.generate(prompt, attention_mask=mask, use_cache=False)[0, prompt.shape[1] :]
     if cached.tolist() != plain.tolist():
         complaints.append("greedy text differs with and without a cache")
+    if "generated" in wanted and cached.tolist() != generated.tolist():
+        complaints.append(f"greedy tokens are {cached.tolist()}, expected {generated.tolist()}")
 
     if json.loads((directory / "config.json").read_text()).get("tie_word_embeddings"):
         if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
