@@ -2,6 +2,8 @@
 
 use espalier_arch::{Activation, Architecture, Attention, Block, BlockShape, Family, Mlp};
 
+use crate::{CostKey, CostRow, CostTable, Point, Subject, Workload};
+
 pub(crate) fn attention(kv_groups: usize) -> BlockShape {
     BlockShape::Attention(Attention {
         kv_groups,
@@ -38,4 +40,47 @@ pub(crate) fn small() -> Architecture {
         norm_epsilon: 1e-5,
         max_positions: 256,
     }
+}
+
+/// A cost table for [`small`]'s hidden width: every row of four repeats.
+pub(crate) fn table(rows: &[(Subject, Point, f64, f64)]) -> CostTable {
+    let rows = rows.iter().map(|(subject, point, median_ms, spread_ms)| CostRow {
+        subject: subject.clone(),
+        point: *point,
+        median_ms: *median_ms,
+        spread_ms: *spread_ms,
+        repeats: 4,
+    });
+    CostTable {
+        key: CostKey {
+            device: "test".to_owned(),
+            engine: "builtin".to_owned(),
+            engine_version: "0".to_owned(),
+            precision: "f32".to_owned(),
+            hidden: 32,
+        },
+        rows: rows.collect(),
+    }
+}
+
+/// A workload of prompts only, and the times of all of [`small`]'s shapes under it: 31 ms for the whole.
+pub(crate) fn prompts() -> (Workload, CostTable) {
+    let workload = Workload {
+        prompt_tokens: 4,
+        output_tokens: 1,
+        concurrency: 1,
+    };
+    let point = Point::Prefill {
+        tokens: 4,
+        sequences: 1,
+    };
+    let rows = [
+        (Subject::Base { vocab_size: 100 }, 1.0),
+        (Subject::Block(attention(2)), 4.0),
+        (Subject::Block(attention(1)), 2.0),
+        (Subject::Block(mlp(64)), 6.0),
+        (Subject::Block(mlp(32)), 3.0),
+    ];
+    let rows = rows.map(|(subject, median)| (subject, point, median, 0.0));
+    (workload, table(&rows))
 }

@@ -19,6 +19,8 @@
 
 mod model;
 mod rows;
+#[cfg(test)]
+mod tests;
 
 pub use model::{Corrections, CostModel, Costs, Prediction, counted_bytes, parameters};
 

@@ -169,7 +169,7 @@ impl Problem {
 pub fn solve(problem: &Problem, options: &Options) -> Result<Solved> {
     problem.validate()?;
     let reduced = reduce::Reduced::new(problem);
-    let found = branch::search(&reduced, options);
+    let found = branch::search(&reduced, options, branch::Effort::default());
     let Some(best) = found.best else {
         return Ok(Solved::Infeasible(reach::reach(problem, found.exhausted)));
     };

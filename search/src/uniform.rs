@@ -145,3 +145,59 @@ fn candidate(parent: &Architecture, kv_groups: usize, channels: usize, dropped: 
         variants: variants.collect(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+    use super::*;
+    use crate::Metric;
+    use crate::fixtures::{prompts, small};
+
+    /// (KV groups, channels, dropped layers) of each point, when layer 1 may be dropped.
+    fn kept(latency_ms: f64, margin: f64, most: usize) -> Vec<(usize, usize, Vec<usize>)> {
+        let (workload, table) = prompts();
+        let model = CostModel::new(&table, &workload, &small(), 4.0, None).unwrap();
+        let space = Space {
+            mlp_grid: Some(32),
+            ..Space::default()
+        };
+        let limits = [AbsoluteLimit {
+            metric: Metric::Latency,
+            value: latency_ms,
+        }];
+        let points = grid(&small(), &space, &[1], &model, &limits, margin, most).unwrap();
+        let points = points.into_iter();
+        points
+            .map(|point| (point.kv_groups, point.channels, point.dropped))
+            .collect()
+    }
+
+    #[test]
+    fn the_grid_holds_the_largest_points_inside_the_limit_the_fullest_first() {
+        // 3 · (4 + 3) + 1 = 22 ms, and 2 · (4 + 6) + 1 = 21 ms; each is larger than the other along one axis.
+        assert_eq!(kept(22.0, 0.0, 9), [(2, 32, vec![]), (2, 64, vec![1])]);
+        assert_eq!(kept(22.0, 0.0, 1), [(2, 32, vec![])]);
+    }
+
+    #[test]
+    fn a_margin_moves_the_grid_inside() {
+        // At most 19.8 ms: 2 · (2 + 6) + 1 = 17, 3 · (2 + 3) + 1 = 16 and 2 · (4 + 3) + 1 = 15.
+        assert_eq!(
+            kept(22.0, 0.1, 9),
+            [(1, 64, vec![1]), (1, 32, vec![]), (2, 32, vec![1])]
+        );
+    }
+
+    #[test]
+    fn nothing_inside_gives_an_empty_grid() {
+        assert!(kept(10.0, 0.0, 9).is_empty());
+    }
+
+    #[test]
+    fn a_margin_raises_a_floor_lowers_a_ceiling_and_leaves_memory_alone() {
+        let aimed = |metric| aim(&AbsoluteLimit { metric, value: 100.0 }, 0.2).value;
+        assert_eq!(aimed(Metric::Throughput), 125.0);
+        assert_eq!(aimed(Metric::Latency), 80.0);
+        assert_eq!(aimed(Metric::Memory), 100.0);
+    }
+}

@@ -69,6 +69,19 @@ proptest! {
     }
 
     #[test]
+    fn a_search_cut_short_never_claims_more_than_is_so(problem in problems(), work in 0_u64..400) {
+        let best = brute_force(&problem).into_iter().map(|(cost, _)| cost).min_by(f64::total_cmp);
+        match (solve(&problem, &Options { work, ..EXACT }).unwrap(), best) {
+            (Solved::Found(solution), Some(best)) => {
+                prop_assert!(solution.cost >= best - 1e-9, "{} below {best}", solution.cost);
+                prop_assert!(solution.lower_bound <= best + 1e-9, "bound {} above {best}", solution.lower_bound);
+            }
+            (Solved::Infeasible(reach), best) => prop_assert!(best.is_none() || !reach.proven),
+            (Solved::Found(solution), None) => prop_assert!(false, "{solution:?} where nothing fits"),
+        }
+    }
+
+    #[test]
     fn each_of_the_best_few_is_the_best_that_differs_from_those_before(problem in problems()) {
         let all = brute_force(&problem);
         let found = top(&problem, 3, 2, &EXACT).unwrap();

@@ -1,7 +1,7 @@
 """Gives each instance of `make check-solver` to HiGHS and compares.
 
 Reads the lines of the `solve_instances` example on stdin. Fails when a proven gap exceeds 1e-4, the median
-time is a second or more, an answer breaks a limit, or HiGHS (same gap asked, 60 s) finds a lower cost.
+time is a second or more, an answer breaks a limit, or HiGHS (same gap asked, 30 s) finds a lower cost.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 import highspy
 
 GAP = 1e-4
-SECONDS = 60.0
+SECONDS = 30.0
 
 
 def highs(problem):

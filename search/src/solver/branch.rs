@@ -11,10 +11,23 @@ use super::relaxation::{Basis, Relaxation, Relaxed};
 
 /// One node in so many is mended and improved.
 const MENDED: u64 = 16;
-/// A node is closed by looking at all it may hold when that is at most so many part-choices of each half …
-const CLOSED_PARTS: usize = 1 << 12;
-/// … and so many of them to list and to look at together.
-const CLOSED_WORK: u64 = 1 << 18;
+/// How many part-choices of each half a meeting may list.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Effort {
+    /// At the root, where the room grows; each takes about 100 bytes.
+    root: usize,
+    /// At every other node: few enough that a meeting costs about as much as the node's relaxation.
+    node: usize,
+}
+
+impl Default for Effort {
+    fn default() -> Self {
+        Self {
+            root: 1 << 20,
+            node: 1 << 8,
+        }
+    }
+}
 
 /// What the search found.
 #[derive(Debug)]
@@ -53,7 +66,7 @@ impl Ord for Node {
 }
 
 /// Searches the whole problem.
-pub(super) fn search(whole: &Reduced, options: &Options) -> Found {
+pub(super) fn search(whole: &Reduced, options: &Options, effort: Effort) -> Found {
     if whole.capacity.iter().any(|&capacity| capacity < -1e-9) {
         return Found {
             best: None,
@@ -74,8 +87,13 @@ pub(super) fn search(whole: &Reduced, options: &Options) -> Found {
         incumbent.offer_choice(whole, &repaired);
     }
     improve(whole, &mut incumbent);
-    let most = options.work.saturating_sub(relaxation.work);
-    let deepened = deepen(whole, &allowed, &root, most, &mut incumbent);
+    // The other half is the tree's: where ties make every room too full, it finds the better choices.
+    let most = options.work.saturating_sub(relaxation.work) / 2;
+    let budget = Budget {
+        parts: effort.root,
+        work: most,
+    };
+    let deepened = deepen(whole, &allowed, &root, budget, &mut incumbent);
     let work = relaxation.work + deepened.work;
     let mut kept = within_reach(whole, &allowed, &root, incumbent.cutoff());
     for &item in incumbent.choice() {
@@ -94,6 +112,7 @@ pub(super) fn search(whole: &Reduced, options: &Options) -> Found {
     let mut tree = Tree {
         core: &core,
         relaxation: Relaxation::new(&core),
+        effort,
         nodes: 1,
     };
     tree.relaxation.work = work;
@@ -127,6 +146,7 @@ fn within_reach(whole: &Reduced, allowed: &[(u32, u32)], root: &Relaxed, cutoff:
 struct Tree<'a> {
     core: &'a Reduced,
     relaxation: Relaxation<'a>,
+    effort: Effort,
     nodes: u64,
 }
 
@@ -213,8 +233,8 @@ impl Tree<'_> {
     fn close(&mut self, node: &Node, relaxed: &Relaxed, incumbent: &mut Incumbent) -> bool {
         let room = incumbent.cutoff() - relaxed.bound;
         let budget = Budget {
-            parts: CLOSED_PARTS,
-            work: CLOSED_WORK,
+            parts: self.effort.node,
+            work: 16 * self.effort.node as u64,
         };
         let met = Core::new(self.core, &node.allowed, relaxed, room).meet(room, budget, incumbent);
         self.relaxation.work += met.work;
@@ -286,4 +306,97 @@ fn division(allowed: &[(u32, u32)], relaxed: &Relaxed) -> Option<(usize, u32, bo
         .max_by_key(|(_, (first, end))| end - first);
     let (group, &(first, end)) = widest?;
     (end - first > 1).then(|| (group, first + (end - first) / 2, true))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::cast_precision_loss)]
+    use rand::{Rng, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+
+    use super::*;
+    use crate::solver::{Item, Problem};
+
+    const TREE_ALONE: Effort = Effort { root: 1, node: 1 };
+    const SMALL_MEETINGS: Effort = Effort { root: 8, node: 4 };
+    const OPTIMUM: Options = Options {
+        relative_gap: 0.0,
+        work: 50_000_000,
+    };
+
+    /// Costs that fall by what is used, with whole numbers, so that much is nearly as good as the best.
+    fn problem(seed: u64, groups: usize, items: usize) -> Problem {
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        let mut item = || {
+            let uses: Vec<f64> = (0..3)
+                .map(|_| f64::from(random.random_range(1..=60_u32)))
+                .collect();
+            let cost = 180.0 - uses.iter().sum::<f64>() + f64::from(random.random_range(0..20_u32));
+            Item { cost, uses }
+        };
+        let groups: Vec<Vec<Item>> = (0..groups)
+            .map(|_| (0..items).map(|_| item()).collect())
+            .collect();
+        let limits = (0..3)
+            .map(|limit| 26.0 * groups.len() as f64 + f64::from(limit))
+            .collect();
+        Problem { groups, limits }
+    }
+
+    /// Least cost by going through every choice, depth first.
+    fn least(groups: &[Vec<Item>], unused: &[f64]) -> f64 {
+        if unused.iter().any(|amount| *amount < 0.0) {
+            return f64::INFINITY;
+        }
+        let Some((group, rest)) = groups.split_first() else {
+            return 0.0;
+        };
+        let costs = group.iter().map(|item| {
+            let unused: Vec<f64> = unused
+                .iter()
+                .zip(&item.uses)
+                .map(|(all, used)| all - used)
+                .collect();
+            item.cost + least(rest, &unused)
+        });
+        costs.fold(f64::INFINITY, f64::min)
+    }
+
+    fn optimum(problem: &Problem, effort: Effort) -> (f64, u64) {
+        let found = search(&Reduced::new(problem), &OPTIMUM, effort);
+        assert!(found.exhausted);
+        let cost = found
+            .best
+            .map_or(f64::INFINITY, |chosen| problem.totals(&chosen).0);
+        (cost, found.nodes)
+    }
+
+    #[test]
+    fn branching_and_meeting_each_alone_find_what_going_through_everything_finds() {
+        let mut nodes = 0;
+        for seed in 0..40 {
+            let problem = problem(seed, 6, 5);
+            let expected = least(&problem.groups, &problem.limits);
+            for effort in [TREE_ALONE, SMALL_MEETINGS, Effort::default()] {
+                let (cost, visited) = optimum(&problem, effort);
+                assert!(
+                    cost == expected || (cost - expected).abs() < 1e-9,
+                    "seed {seed}, {effort:?}: {cost} instead of {expected}"
+                );
+                nodes += visited;
+            }
+        }
+        assert!(nodes > 1000, "the tree was hardly used: {nodes} nodes");
+    }
+
+    #[test]
+    fn branching_and_meeting_agree_where_going_through_everything_takes_too_long() {
+        for seed in 0..3 {
+            let problem = problem(seed, 12, 7);
+            let (alone, nodes) = optimum(&problem, TREE_ALONE);
+            let (met, few) = optimum(&problem, Effort::default());
+            assert!((alone - met).abs() < 1e-9, "seed {seed}: {alone} and {met}");
+            assert!(few < nodes, "seed {seed}: meeting took {few} nodes of {nodes}");
+        }
+    }
 }

@@ -220,11 +220,6 @@ impl Sorted {
     pub(super) fn apply(&self, at: usize, choice: &mut [u32]) {
         self.half.apply(self.order[at] as usize, choice);
     }
-
-    /// How much more the part-choice at one place of the order costs than the cheapest items.
-    pub(super) fn cost(&self, at: usize) -> f64 {
-        self.costs[at]
-    }
 }
 
 /// The band of a reduced cost.

@@ -26,10 +26,8 @@ use super::relaxation::Relaxed;
 
 /// The room that [`deepen`] begins with holds so many items beside the cheapest.
 const FIRST_ITEMS: usize = 16;
-/// How many times larger each further room is.
+/// How many times as large each further room is.
 const GROWTH: f64 = 1.15;
-/// The most part-choices of each half at the root: about 100 bytes each.
-const MOST_PARTS: usize = 1 << 20;
 
 /// How much one meeting may take.
 #[derive(Debug, Clone, Copy)]
@@ -112,6 +110,10 @@ impl<'a> Core<'a> {
             complete: false,
             work: 0,
         };
+        // Without a bound there is no room to speak of; without limits the cheapest items are the best choice.
+        if !room.is_finite() || room <= 0.0 || self.reduced.limits == 0 {
+            return met;
+        }
         if let Some([left, right]) = self.list(room, budget, &mut met.work) {
             let right = Sorted::new(right, self.multipliers, room);
             met.complete = self.join(&left, &right, room, budget, &mut met.work, incumbent);
@@ -176,7 +178,7 @@ impl<'a> Core<'a> {
                     left.apply(part, &mut choice);
                     right.apply(at, &mut choice);
                     incumbent.offer_choice(self.reduced, &choice);
-                    most = most.min(part_cost + right.cost(at)).min(incumbent.cutoff());
+                    most = most.min(incumbent.cutoff());
                     stretch.start = at + 1;
                 }
             }
@@ -190,7 +192,7 @@ pub(super) fn deepen(
     reduced: &Reduced,
     allowed: &[(u32, u32)],
     relaxed: &Relaxed,
-    work: u64,
+    budget: Budget,
     incumbent: &mut Incumbent,
 ) -> Deepened {
     let mut deepened = Deepened {
@@ -202,8 +204,8 @@ pub(super) fn deepen(
     while deepened.bound < incumbent.cutoff() {
         room = room.min(incumbent.cutoff() - relaxed.bound);
         let budget = Budget {
-            parts: MOST_PARTS,
-            work: work.saturating_sub(deepened.work),
+            work: budget.work.saturating_sub(deepened.work),
+            ..budget
         };
         let met = core.meet(room, budget, incumbent);
         deepened.work += met.work;

@@ -110,6 +110,7 @@ impl<'a> Relaxation<'a> {
         let limits = self.reduced.limits;
         let mut best = Relaxed {
             bound: f64::NEG_INFINITY,
+            multipliers: vec![0.0; limits],
             ..Relaxed::default()
         };
         let mut multipliers = vec![0.0; limits];
