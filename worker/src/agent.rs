@@ -71,7 +71,7 @@ struct Agent {
 enum Wake {
     Event(Option<Event>),
     Message(Option<LinkEvent>),
-    Connected(Result<Link>),
+    Connected(Box<Result<Link>>),
     Shutdown,
     Deadline,
     Orphaned,
@@ -120,7 +120,9 @@ impl Agent {
             let wake = tokio::select! {
                 event = self.events.recv() => Wake::Event(event),
                 message = next_message(self.link.as_mut()), if self.link.is_some() => Wake::Message(message),
-                connected = poll_connecting(&mut connecting), if connecting.is_some() => Wake::Connected(connected),
+                connected = poll_connecting(&mut connecting), if connecting.is_some() => {
+                    Wake::Connected(Box::new(connected))
+                }
                 () = shutdown.cancelled(), if deadline.is_none() => Wake::Shutdown,
                 () = sleep_until(deadline.unwrap_or(orphaned)), if deadline.is_some() => Wake::Deadline,
                 () = sleep_until(orphaned), if watch_orphans => Wake::Orphaned,
@@ -146,7 +148,7 @@ impl Agent {
                 }
                 Wake::Connected(link) => {
                     connecting = None;
-                    self.take_link(link?).await;
+                    self.take_link((*link)?).await;
                 }
                 Wake::Shutdown => {
                     deadline = Some(Instant::now() + self.options.drain_timeout);

@@ -117,6 +117,8 @@ pub struct Runner {
 /// How a watch over a running attempt ended.
 enum Outcome {
     Ended(Ended),
+    Failed(Failure),
+    Garbled(String),
     Crashed,
     Hung,
     Killed,
@@ -183,11 +185,18 @@ impl Runner {
         }
         let outcome = self.watch(lease, commands).await;
         let ended = match outcome {
-            Outcome::Ended(ended) => {
-                if matches!(ended, Ended::Failure(_)) {
+            Outcome::Ended(ended) => ended,
+            Outcome::Failed(failure) => {
+                // A task refused for what it asks says nothing against the child and the model it holds.
+                if failure.kind != FailureKind::Invalid {
                     self.kill().await;
                 }
-                ended
+                failed(&failure)
+            }
+            Outcome::Garbled(reason) => {
+                self.kill().await;
+                let message = format!("a reply of the device child is not understood: {reason}");
+                failure(FailureKind::Error, message)
             }
             Outcome::Crashed => match self.process.take() {
                 Some(process) => {
@@ -251,10 +260,12 @@ impl Runner {
                     }
                     Some(FromChild::Reply(reply)) => {
                         hang = Instant::now() + self.options.hang_timeout;
-                        if let Some(ended) = self::take_reply(lease, reply, &self.events) {
-                            return Outcome::Ended(ended);
+                        if let Some(outcome) = take_reply(lease, reply, &self.events) {
+                            return outcome;
                         }
                     }
+                    Some(FromChild::Garbled(_)) if stop.is_some() => return Outcome::Killed,
+                    Some(FromChild::Garbled(reason)) => return Outcome::Garbled(reason),
                 },
                 command = commands.recv() => match command {
                     None => return Outcome::AgentGone,
@@ -293,7 +304,7 @@ impl Runner {
     }
 }
 
-fn take_reply(lease: Lease, reply: Reply, events: &mpsc::Sender<Event>) -> Option<Ended> {
+fn take_reply(lease: Lease, reply: Reply, events: &mpsc::Sender<Event>) -> Option<Outcome> {
     match reply {
         Reply::Progress { attempt, progress } if attempt == lease.attempt => {
             pass_progress(lease, &progress, events);
@@ -301,15 +312,15 @@ fn take_reply(lease: Lease, reply: Reply, events: &mpsc::Sender<Event>) -> Optio
         }
         Reply::Output { attempt, output } if attempt == lease.attempt => {
             Some(match serde_json::to_vec(&output) {
-                Ok(json) => Ended::Output(json),
-                Err(error) => failure(
-                    FailureKind::Error,
-                    format!("the output cannot be written as JSON: {error}"),
-                ),
+                Ok(json) => Outcome::Ended(Ended::Output(json)),
+                Err(error) => Outcome::Failed(Failure {
+                    kind: FailureKind::Error,
+                    message: format!("the output cannot be written as JSON: {error}"),
+                }),
             })
         }
-        Reply::Failure { attempt, failure } if attempt == lease.attempt => Some(failed(&failure)),
-        Reply::Stopped { attempt } if attempt == lease.attempt => Some(Ended::Stopped),
+        Reply::Failure { attempt, failure } if attempt == lease.attempt => Some(Outcome::Failed(failure)),
+        Reply::Stopped { attempt } if attempt == lease.attempt => Some(Outcome::Ended(Ended::Stopped)),
         stale => {
             tracing::warn!(?stale, "a reply about another attempt is left out");
             None

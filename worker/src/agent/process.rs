@@ -31,6 +31,8 @@ const LINES_TOGETHER: usize = 100;
 pub enum FromChild {
     /// On its standard output.
     Reply(Reply),
+    /// On its standard output, and not understood: whatever it was, it will not be said again.
+    Garbled(String),
     /// On its standard error.
     Log(Vec<String>),
 }
@@ -117,22 +119,20 @@ impl Process {
     /// The next reply or lines of the log; none when the child has closed its output. Safe to drop and call
     /// again.
     pub async fn next(&mut self) -> Option<FromChild> {
-        loop {
-            tokio::select! {
-                line = self.replies.next_line() => match line {
-                    Ok(Some(line)) => match serde_json::from_str(&line) {
-                        Ok(reply) => return Some(FromChild::Reply(reply)),
-                        Err(error) => tracing::warn!(%error, "a reply of the child is not understood"),
-                    },
-                    Ok(None) | Err(_) => return None,
-                },
-                Some(first) = self.log.recv() => {
-                    let mut lines = vec![first];
-                    while lines.len() < LINES_TOGETHER && let Ok(line) = self.log.try_recv() {
-                        lines.push(line);
-                    }
-                    return Some(FromChild::Log(lines));
+        tokio::select! {
+            line = self.replies.next_line() => match line {
+                Ok(Some(line)) => Some(match serde_json::from_str(&line) {
+                    Ok(reply) => FromChild::Reply(reply),
+                    Err(error) => FromChild::Garbled(error.to_string()),
+                }),
+                Ok(None) | Err(_) => None,
+            },
+            Some(first) = self.log.recv() => {
+                let mut lines = vec![first];
+                while lines.len() < LINES_TOGETHER && let Ok(line) = self.log.try_recv() {
+                    lines.push(line);
                 }
+                Some(FromChild::Log(lines))
             }
         }
     }
