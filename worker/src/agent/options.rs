@@ -10,7 +10,7 @@ use crate::{Error, Result};
 /// What a worker is told at start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerOptions {
-    /// The coordinator's URL, for example `http://127.0.0.1:7420`.
+    /// The coordinator's URL, for example `http://127.0.0.1:7474`.
     pub coordinator: String,
     /// Names the worker: at most 64 letters, digits, `-`, `_`, `.`.
     pub name: String,
