@@ -94,13 +94,22 @@ pub enum Engine {
     Builtin,
 }
 
-/// The precision of weights and arithmetic on the target.
+/// The precisions of weights and arithmetic that a target may have: those of [`espalier_arch::Precision`] that
+/// an engine here computes in.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
     /// 32-bit floating point.
     #[default]
     F32,
+}
+
+impl From<Precision> for espalier_arch::Precision {
+    fn from(precision: Precision) -> Self {
+        match precision {
+            Precision::F32 => Self::F32,
+        }
+    }
 }
 
 /// Which smaller forms of each block are considered, and how they are chosen.

@@ -1,13 +1,13 @@
 //! What the stages need again and again, read once from the spec and the results.
 
-use espalier_arch::Architecture;
+use espalier_arch::{Architecture, Precision};
 use espalier_proto::task::{Ingested, MeasuredPair, ParentRef, Profiled, TaskOutput};
 use espalier_search::{
     AbsoluteLimit, Corrections, CostModel, CostTable, Figures, Score, Space, Workload, parameters,
 };
 
 use super::{PlanError, Results, Stage};
-use crate::spec::{JobSpec, KvGroups, Precision, Strategy};
+use crate::spec::{JobSpec, KvGroups, Strategy};
 
 /// The spec and the results, with the ways to read them.
 #[derive(Clone, Copy)]
@@ -120,9 +120,7 @@ impl<'a> Context<'a> {
 
     /// Bytes of one weight, key or value on the target.
     pub(super) fn weight_bytes(&self) -> f64 {
-        match self.spec.target.precision {
-            Precision::F32 => 4.0,
-        }
+        Precision::from(self.spec.target.precision).bytes() as f64
     }
 
     pub(super) fn space(&self) -> Space {

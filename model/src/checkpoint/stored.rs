@@ -19,13 +19,22 @@ const CHUNK: usize = 1 << 20;
 /// Bytes hashed at each end of a file.
 const FINGERPRINT_BYTES: u64 = 1 << 20;
 
-/// The type that weights are written in.
+/// The type that weights are written in: those of [`espalier_arch::Precision`] that exports have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Precision {
     /// IEEE single precision.
     F32,
     /// The upper half of single precision.
     Bf16,
+}
+
+impl From<Precision> for espalier_arch::Precision {
+    fn from(precision: Precision) -> Self {
+        match precision {
+            Precision::F32 => Self::F32,
+            Precision::Bf16 => Self::Bf16,
+        }
+    }
 }
 
 /// How a tensor's elements are stored.

@@ -73,7 +73,7 @@ fn entries<'a>(
             reason: format!("it has {} tensors, expected {}", tensors.len(), specs.len()),
         });
     }
-    let width = element_bytes(precision);
+    let width = espalier_arch::Precision::from(precision).bytes();
     let mut entries = Vec::with_capacity(specs.len());
     for (spec, (role, tensor)) in specs.into_iter().zip(tensors) {
         if spec.role != role || spec.elements() != tensor.len() as u64 {
@@ -166,11 +166,4 @@ fn write_tensor(writer: &mut impl Write, tensor: &Tensor, precision: Precision) 
         writer.write_all(&bytes)?;
     }
     Ok(())
-}
-
-fn element_bytes(precision: Precision) -> u64 {
-    match precision {
-        Precision::F32 => 4,
-        Precision::Bf16 => 2,
-    }
 }
