@@ -27,5 +27,8 @@ export HF_HOME=$work/huggingface HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false P
 "$python" -m pytest --quiet -p no:cacheprovider serving/tests/test_modeling.py
 "$python" tests/parity/golden.py "$work/golden" >/dev/null
 ESPALIER_GOLDEN="$work/golden" "${CARGO:-cargo}" test --locked --quiet --package espalier-model --test golden \
-    -- --nocapture | tee "$work/golden.txt"
+    -- --nocapture >"$work/golden.txt" || {
+    cat "$work/golden.txt"
+    exit 1
+}
 "$python" tests/parity/compare.py "$program" "$smollm2" "$work/golden.txt" "$work"

@@ -2,7 +2,7 @@
 
 import re
 
-GOLDEN = re.compile(r"^(\S+) (logits|gradients) differ by at most ([0-9.e+-]+)")
+GOLDEN = re.compile(r"^\.*(\w+) (logits|gradients) differ by at most ([0-9.e+-]+)")
 # What model/tests/golden.rs holds both to.
 GOLDEN_LIMIT = 1e-4
 
