@@ -96,11 +96,15 @@ fn a_job_on_the_tiny_parent_meets_its_limits_and_wins_quality_back() {
             "{limit}"
         );
     }
-    for strategy in report["strategies"].as_array().unwrap() {
+    // Measured: 0.163 to 0.070 against 0.324 to 0.169 for the uniform baseline.
+    let strategies = report["strategies"].as_array().unwrap();
+    for strategy in strategies {
         let (before, after) = (divergence(strategy, "before"), divergence(strategy, "after"));
-        assert!(before > 0.01, "quality falls: {before}");
-        assert!(after < 0.85 * before, "quality comes back: {before} to {after}");
+        assert!(before > 0.1, "quality falls: {before}");
+        assert!(after < 0.65 * before, "quality comes back: {before} to {after}");
     }
+    assert_eq!(strategies.len(), 2);
+    assert!(divergence(&strategies[0], "after") < 0.8 * divergence(&strategies[1], "after"));
     let table = String::from_utf8(ended.stdout).unwrap();
     assert!(
         table.starts_with("LIMIT") && table.contains("block_parameters"),

@@ -29,7 +29,7 @@ pub use stage::{
 
 use crate::spec::JobSpec;
 
-/// A measurement counts only when the parent's own time drifted less than this within it.
+/// Where a limit is timed, a measurement counts only when the parent's own time drifted less than this within it.
 pub const MOST_DRIFT: f64 = 0.05;
 /// A prediction farther than this from the measurement corrects the cost table.
 pub const MOST_MISPREDICTION: f64 = 0.10;

@@ -59,12 +59,6 @@ pub enum Error {
         /// What is wrong.
         reason: String,
     },
-    /// Measurements scattered too widely to tell.
-    #[error("too noisy: {reason}")]
-    TooNoisy {
-        /// What scattered, and how far.
-        reason: String,
-    },
     /// The attempt was cancelled.
     #[error("cancelled")]
     Cancelled,
@@ -105,7 +99,6 @@ impl Error {
             | Self::ChatTemplate { .. }
             | Self::Tokenizer { .. }
             | Self::Architecture(_) => FailureKind::Invalid,
-            Self::TooNoisy { .. } => FailureKind::TooNoisy,
             Self::Io { source, .. } if is_permanent(source.kind()) => FailureKind::Invalid,
             Self::Io { source, .. } if source.kind() == std::io::ErrorKind::OutOfMemory => {
                 FailureKind::OutOfMemory

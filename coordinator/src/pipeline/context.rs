@@ -6,7 +6,7 @@ use espalier_search::{
     AbsoluteLimit, Corrections, CostModel, CostTable, Figures, Score, Space, Workload, parameters,
 };
 
-use super::{PlanError, Results, Stage};
+use super::{MOST_DRIFT, PlanError, Results, Stage};
 use crate::spec::{JobSpec, KvGroups, Strategy};
 
 /// The spec and the results, with the ways to read them.
@@ -163,6 +163,19 @@ impl<'a> Context<'a> {
             Some(&profiled.parent),
         )?;
         Ok(model.corrected(corrections))
+    }
+
+    /// Whether the machine was too busy for this measurement to say whether the limits are met. Memory and
+    /// parameters are counted: where nothing else is limited, any machine will do.
+    pub(super) fn too_noisy(&self, pair: &MeasuredPair) -> bool {
+        let timed = || {
+            self.spec
+                .target
+                .limits
+                .iter()
+                .any(|limit| limit.metric.is_timed())
+        };
+        pair.parent_drift > MOST_DRIFT && timed()
     }
 
     /// The limits against the parent as profiled.

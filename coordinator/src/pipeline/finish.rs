@@ -14,9 +14,7 @@ use super::outcome::{
     BlockReport, LimitReport, OUTCOME_SCHEMA, Outcome, ParentReport, RankedPoint, StageCost, StrategyReport,
 };
 use super::tasks::{offer, task};
-use super::{
-    Decision, MOST_DRIFT, MOST_NOISY, Plan, PlanError, PlannedStage, PlannedTask, Results, Stage, Winner,
-};
+use super::{Decision, MOST_NOISY, Plan, PlanError, PlannedStage, PlannedTask, Results, Stage, Winner};
 use crate::spec::Strategy;
 
 /// Alternations of the last measurement.
@@ -251,7 +249,7 @@ impl<'a> Tail<'a> {
             let Some(pair) = self.context.measured(stage)? else {
                 return Ok(None);
             };
-            if pair.parent_drift <= MOST_DRIFT {
+            if !self.context.too_noisy(pair) {
                 return Ok(Some((pair, notes)));
             }
             if round == MOST_NOISY {

@@ -16,8 +16,8 @@ use super::context::{Context, block_parameters};
 use super::outcome::Reading;
 use super::tasks::task;
 use super::{
-    Chosen, Decision, MOST_CORRECTIONS, MOST_DRIFT, MOST_MISPREDICTION, MOST_NOISY, Plan, PlanError,
-    PlannedStage, SolverProof, Stage,
+    Chosen, Decision, MOST_CORRECTIONS, MOST_MISPREDICTION, MOST_NOISY, Plan, PlanError, PlannedStage,
+    SolverProof, Stage,
 };
 use crate::spec::Strategy;
 
@@ -123,7 +123,7 @@ impl<'a> Fit<'a> {
                 return Ok(Standing::Waiting);
             };
             let chosen = self.chosen(stage)?;
-            if pair.parent_drift > MOST_DRIFT {
+            if self.context.too_noisy(pair) {
                 noisy += 1;
                 if noisy >= MOST_NOISY {
                     return Err(PlanError::TooNoisy {

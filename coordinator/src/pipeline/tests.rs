@@ -427,6 +427,17 @@ fn a_noisy_measurement_is_repeated_and_then_called_too_noisy() {
 }
 
 #[test]
+fn a_limit_that_is_counted_is_met_on_a_noisy_machine() {
+    let mut world = World {
+        drifts: vec![0.2],
+        ..World::default()
+    };
+    let outcome = world.run(&spec(r#"{"block_parameters": "75%"}"#, BOTH)).unwrap();
+    assert_eq!(world.rounds(Strategy::Heterogeneous), 1);
+    assert!(outcome.limits.iter().all(|limit| limit.verified.inside));
+}
+
+#[test]
 fn a_limit_on_time_that_nothing_meets_is_refused_after_the_profile_with_the_best_that_can_be_reached() {
     let mut world = World::default();
     let error = world
