@@ -167,11 +167,9 @@ impl Importance {
                         groups: greedy_order(inner_products),
                     }
                 }
-                (BlockImportance::Mlp { squares }, BlockWeights::Mlp(weights)) => {
-                    BlockPermutation::Mlp {
-                        channels: channel_order(operations, squares, &weights.down)?,
-                    }
-                }
+                (BlockImportance::Mlp { squares }, BlockWeights::Mlp(weights)) => BlockPermutation::Mlp {
+                    channels: channel_order(operations, squares, &weights.down)?,
+                },
                 _ => return Err(shape_error("blocks of the model's kinds", "others")),
             });
         }
