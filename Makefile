@@ -1,6 +1,7 @@
 # Every check prints its figure last and exits 0 only where it holds.
 SHELL := /bin/bash
 CARGO ?= cargo
+CARGO_DENY := 0.20.2
 
 .PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input
 
@@ -18,7 +19,7 @@ lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 
 lint-deny:
-	$(CARGO) deny --version >/dev/null 2>&1 || $(CARGO) install cargo-deny --locked
+	$(CARGO) deny --version >/dev/null 2>&1 || $(CARGO) install cargo-deny --version $(CARGO_DENY) --locked --quiet
 	$(CARGO) deny check bans licenses sources
 
 check-parity:
