@@ -205,7 +205,13 @@ pub(crate) fn verdict(job: &Job) -> anyhow::Result<()> {
     match job.state() {
         JobState::Failed => Err(failure::job(because("failed"))),
         JobState::Cancelled => Err(failure::job(format!("cancelled: {}", because("was cancelled")))),
-        _ if output::has_ended(job) => Ok(()),
+        JobState::Succeeded => match output::missed_limits(&job.outcome_json)? {
+            missed if missed.is_empty() => Ok(()),
+            missed => Err(failure::job(format!(
+                "the exported model misses {missed}; it and its report are kept in {}",
+                job.output
+            ))),
+        },
         _ => Err(failure::timed_out(format!(
             "{} has not ended: the coordinator went away",
             job.id

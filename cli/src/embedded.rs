@@ -41,11 +41,12 @@ pub(crate) async fn run(arguments: Run) -> anyhow::Result<()> {
     let stopped = coordinator.shutdown(SHUTDOWN).await;
     state.finish();
     let job = ended?;
+    if !job.outcome_json.is_empty() {
+        output::print_outcome(&job.outcome_json, arguments.format)?;
+        eprintln!("report: {}", output.join("report.html").display());
+    }
     verdict(&job)?;
-    stopped?;
-    output::print_outcome(&job.outcome_json, arguments.format)?;
-    eprintln!("report: {}", output.join("report.html").display());
-    Ok(())
+    Ok(stopped?)
 }
 
 /// Submits the job and follows it to its end, an interrupt, or the loss of the coordinator or a worker.

@@ -76,6 +76,26 @@ pub(crate) fn print_outcome(outcome_json: &str, format: Format) -> anyhow::Resul
     print(&outcome_table(&outcome))
 }
 
+/// The limits that the exported model was measured outside of; empty when it meets all of them, or when
+/// nothing is told of the outcome.
+pub(crate) fn missed_limits(outcome_json: &str) -> anyhow::Result<String> {
+    if outcome_json.is_empty() {
+        return Ok(String::new());
+    }
+    let outcome: Outcome = serde_json::from_str(outcome_json).context("the outcome cannot be read")?;
+    let missed = outcome.limits.iter().filter(|limit| !limit.verified.inside);
+    let missed = missed.map(|limit| {
+        let (value, bound) = (limit.verified.value, limit.verified.limit);
+        format!(
+            "{}: {}, the limit is {}",
+            limit.metric,
+            limit.metric.display(value),
+            limit.metric.display(bound)
+        )
+    });
+    Ok(missed.collect::<Vec<_>>().join(", "))
+}
+
 fn outcome_table(outcome: &Outcome) -> String {
     let limits = outcome.limits.iter().map(|limit| {
         let reading = &limit.verified;

@@ -9,7 +9,7 @@ use crate::solver::{self, Item, Options, Problem, Solved};
 use crate::{AbsoluteLimit, CostModel, Costs, Error, Metric, Prediction, Result, Score};
 
 /// A timed limit is aimed at with at least this share to spare.
-pub const LEAST_MARGIN: f64 = 0.01;
+pub const LEAST_MARGIN: f64 = 0.02;
 /// However scattered the table, no more than this share is given away.
 pub const MOST_MARGIN: f64 = 0.05;
 

@@ -24,9 +24,6 @@ pub enum PlanError {
         /// Limits, last readings, and what would be right.
         detail: String,
     },
-    /// The exported model is outside a limit.
-    #[error("the exported model was measured outside the limits: {0}")]
-    NotVerified(String),
     /// Measurements scatter too widely to tell.
     #[error(
         "{stage}: too noisy: the parent's own time drifted by {:.1}% within one measurement, at most {:.0}% \

@@ -65,6 +65,20 @@ pub(super) fn advance(
     Ok(())
 }
 
+/// The limits that the exported model was measured outside of, in words; empty when there is none.
+fn missed(limits: &[LimitReport]) -> String {
+    let outside = limits.iter().filter(|limit| !limit.verified.inside).map(|limit| {
+        let (value, bound) = (limit.verified.value, limit.verified.limit);
+        format!(
+            "{} is {}, the limit is {}",
+            limit.metric,
+            limit.metric.display(value),
+            limit.metric.display(bound)
+        )
+    });
+    outside.collect::<Vec<_>>().join(", ")
+}
+
 /// The parent's quality, and each strategy's before and after.
 struct Qualities<'a> {
     parent: &'a Quality,
@@ -225,7 +239,8 @@ impl<'a> Tail<'a> {
         Ok(each.and_then(|each| each.into_iter().next()))
     }
 
-    /// The last measurement once it is quiet; plans it, or plans it again.
+    /// The last measurement, once it is quiet and inside the limits; plans it, or plans it again. The last
+    /// round stands as it is: what was trained is not thrown away because it missed, it is reported.
     fn verified(
         &self,
         exported: &Exported,
@@ -249,17 +264,29 @@ impl<'a> Tail<'a> {
             let Some(pair) = self.context.measured(stage)? else {
                 return Ok(None);
             };
-            if !self.context.too_noisy(pair) {
+            let last = round == MOST_NOISY;
+            if self.context.too_noisy(pair) {
+                if last {
+                    return Err(PlanError::TooNoisy {
+                        stage,
+                        drift: pair.parent_drift,
+                        measurements: round,
+                    });
+                }
+                notes.push(format!("{stage} was noisy and was measured again"));
+                continue;
+            }
+            let missed = missed(&self.limits(self.winner()?.1, pair)?);
+            if missed.is_empty() {
                 return Ok(Some((pair, notes)));
             }
-            if round == MOST_NOISY {
-                return Err(PlanError::TooNoisy {
-                    stage,
-                    drift: pair.parent_drift,
-                    measurements: round,
-                });
+            if last {
+                notes.push(format!("{stage} was outside the limits: {missed}"));
+                return Ok(Some((pair, notes)));
             }
-            notes.push(format!("{stage} was noisy and was measured again"));
+            notes.push(format!(
+                "{stage} was outside the limits ({missed}) and was measured again"
+            ));
         }
         Ok(None)
     }
@@ -295,19 +322,6 @@ impl<'a> Tail<'a> {
     ) -> Result<Outcome, PlanError> {
         let (index, winner) = self.winner()?;
         let limits = self.limits(winner, verified)?;
-        let outside = limits.iter().filter(|limit| !limit.verified.inside).map(|limit| {
-            let (value, bound) = (limit.verified.value, limit.verified.limit);
-            format!(
-                "{} is {}, the limit is {}",
-                limit.metric,
-                limit.metric.display(value),
-                limit.metric.display(bound)
-            )
-        });
-        let outside = outside.collect::<Vec<_>>().join(", ");
-        if !outside.is_empty() {
-            return Err(PlanError::NotVerified(outside));
-        }
         let scores = self.context.scores()?.unwrap_or_default();
         let mut strategies = Vec::with_capacity(self.accepted.len());
         for (position, (accepted, quality)) in self.accepted.iter().zip(&qualities.each).enumerate() {

@@ -63,6 +63,8 @@ fn spec(limits: &str, strategies: &str) -> JobSpec {
 struct World {
     /// How much slower candidates run than the table says.
     bias: f64,
+    /// How much slower exported models run than checked ones, a verification each; then as checked.
+    verify_biases: Vec<f64>,
     /// Drift of the parent in each measurement; the last one for all that follow.
     drifts: Vec<f64>,
     /// How much slower the machine is now than when it profiled.
@@ -74,6 +76,7 @@ impl Default for World {
     fn default() -> Self {
         Self {
             bias: 1.0,
+            verify_biases: Vec::new(),
             drifts: vec![0.0],
             pace: 1.0,
             log: Vec::new(),
@@ -156,7 +159,7 @@ fn shard() -> Shard {
 }
 
 impl World {
-    fn pair(&mut self, candidate: &Architecture) -> TaskOutput {
+    fn pair(&mut self, candidate: &Architecture, slower: f64) -> TaskOutput {
         let parent_drift = if self.drifts.len() > 1 {
             self.drifts.remove(0)
         } else {
@@ -164,7 +167,7 @@ impl World {
         };
         TaskOutput::Measured(Box::new(MeasuredPair {
             parent: measurement(&parent(), self.pace),
-            candidate: measurement(candidate, self.pace * self.bias),
+            candidate: measurement(candidate, self.pace * self.bias * slower),
             parent_drift,
         }))
     }
@@ -218,7 +221,7 @@ impl World {
                     .map(|index| 1.0 + index as f64)
                     .collect(),
             },
-            TaskSpec::Check(check) => self.pair(&check.architecture),
+            TaskSpec::Check(check) => self.pair(&check.architecture, 1.0),
             TaskSpec::Recover(recover) => TaskOutput::Recover(Recovered {
                 weights: ArtifactId("w".to_owned()),
                 losses: vec![2.0, 1.0],
@@ -253,7 +256,14 @@ impl World {
                     needs_remote_code: true,
                 })
             }
-            TaskSpec::Verify(_) => self.pair(exported.as_ref().unwrap()),
+            TaskSpec::Verify(_) => {
+                let slower = if self.verify_biases.is_empty() {
+                    1.0
+                } else {
+                    self.verify_biases.remove(0)
+                };
+                self.pair(exported.as_ref().unwrap(), slower)
+            }
         }
     }
 
@@ -370,7 +380,7 @@ fn a_single_strategy_runs_only_its_own_stages() {
 #[test]
 fn a_missed_limit_corrects_the_costs_and_chooses_anew() {
     let mut world = World {
-        bias: 1.06,
+        bias: 1.09,
         ..World::default()
     };
     let outcome = world.run(&spec(r#"{"latency": "75%"}"#, BOTH)).unwrap();
@@ -385,6 +395,40 @@ fn a_missed_limit_corrects_the_costs_and_chooses_anew() {
         "{:?}",
         outcome.notes
     );
+}
+
+#[test]
+fn an_export_outside_a_limit_is_measured_again() {
+    let mut world = World {
+        verify_biases: vec![1.1],
+        ..World::default()
+    };
+    let outcome = world.run(&spec(r#"{"latency": "75%"}"#, BOTH)).unwrap();
+    assert!(world.log.contains(&Stage::Verify { round: 2 }));
+    assert!(outcome.limits[0].verified.inside);
+    assert!(
+        outcome
+            .notes
+            .iter()
+            .any(|note| note.contains("verify-1 was outside the limits")),
+        "{:?}",
+        outcome.notes
+    );
+}
+
+#[test]
+fn an_export_that_stays_outside_a_limit_is_kept_and_reported_as_missing_it() {
+    let mut world = World {
+        verify_biases: vec![1.1; 3],
+        ..World::default()
+    };
+    let outcome = world.run(&spec(r#"{"latency": "75%"}"#, BOTH)).unwrap();
+    assert!(!outcome.limits[0].verified.inside);
+    let misses = outcome
+        .notes
+        .iter()
+        .filter(|note| note.contains("outside the limits"));
+    assert_eq!(misses.count(), 3, "{:?}", outcome.notes);
 }
 
 #[test]
