@@ -1,0 +1,169 @@
+//! Coordinator, worker and client as separate processes, on the tiny parent.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// Longer than anything here takes on a busy machine; only a failure waits for it.
+const DEADLINE: Duration = Duration::from_secs(300);
+
+/// A process that does not outlive the test.
+struct Process {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Process {
+    fn start(arguments: &[&str], log: PathBuf) -> Self {
+        let child = Command::new(env!("CARGO_BIN_EXE_espalier"))
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(File::create(&log).unwrap())
+            .spawn()
+            .unwrap();
+        Self { child, log }
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(&self.log).unwrap()
+    }
+
+    /// Sends SIGTERM and waits for the end.
+    fn terminate(&mut self) -> ExitStatus {
+        let id = libc::pid_t::try_from(self.child.id()).unwrap();
+        // SAFETY: kill touches no memory; the child has not been waited for, so the id is its own.
+        assert_eq!(unsafe { libc::kill(id, libc::SIGTERM) }, 0);
+        self.child.wait().unwrap()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Asks until there is an answer.
+fn wait_for<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(answer) = ask() {
+            return answer;
+        }
+        assert!(start.elapsed() < DEADLINE, "{what}: not within {DEADLINE:?}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+fn write_spec(directory: &Path) -> PathBuf {
+    let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples");
+    let examples = examples.canonicalize().unwrap().display().to_string();
+    let spec = directory.join("job.yaml");
+    let text = format!(
+        "parent: {examples}/tiny
+data: {{train: [{examples}/data/train.jsonl.xz], validation: [{examples}/data/validation.jsonl.xz]}}
+target:
+  workload: {{prompt_tokens: 16, output_tokens: 4}}
+  limits: {{block_parameters: 60%}}
+search: {{mlp_grid: 64, strategies: [heterogeneous]}}
+budget: {{sequence_tokens: 64, calibration_tokens: 1024, scoring_tokens: 512, recovery_tokens: 32768,
+  validation_tokens: 1024}}
+"
+    );
+    fs::write(&spec, text).unwrap();
+    spec
+}
+
+fn job(endpoint: &str) -> Value {
+    let arguments = ["job", "get", "job-1", "-o", "json", "--coordinator", endpoint];
+    let got = Command::new(env!("CARGO_BIN_EXE_espalier"))
+        .args(arguments)
+        .output()
+        .unwrap();
+    serde_json::from_slice(&got.stdout).unwrap_or_else(|_| panic!("{}", String::from_utf8_lossy(&got.stderr)))
+}
+
+fn stage<'a>(job: &'a Value, name: &str) -> Option<&'a Value> {
+    job["stages"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|stage| stage["name"] == name)
+}
+
+#[test]
+fn a_worker_told_to_end_finishes_its_attempt_and_another_takes_the_job_on() {
+    let place = tempfile::tempdir().unwrap();
+    let path = |name: &str| place.path().join(name);
+    let text = |name: &str| path(name).to_str().unwrap().to_owned();
+    let coordinator = [
+        "coordinator",
+        "--listen",
+        "127.0.0.1:0",
+        "--data-dir",
+        &text("state"),
+    ];
+    let mut coordinator = Process::start(&coordinator, path("coordinator.log"));
+    let endpoint = wait_for("the coordinator's address", || {
+        let log = coordinator.log();
+        let digits = log.split_once("127.0.0.1:")?.1;
+        let end = digits.find(|character: char| !character.is_ascii_digit())?;
+        Some(format!("http://127.0.0.1:{}", &digits[..end]))
+    });
+    let start_worker = |name: &str| {
+        let arguments = [
+            "worker",
+            "run",
+            "--name",
+            name,
+            "--coordinator",
+            &endpoint,
+            "--drain-timeout",
+            "300s",
+        ];
+        Process::start(&arguments, path(name))
+    };
+    let mut first = start_worker("first");
+    let spec = write_spec(place.path());
+    let submitted = Command::new(env!("CARGO_BIN_EXE_espalier"))
+        .args([
+            "job",
+            "submit",
+            spec.to_str().unwrap(),
+            "--coordinator",
+            &endpoint,
+        ])
+        .args(["--output-dir", &text("out")])
+        .output()
+        .unwrap();
+    assert_eq!(String::from_utf8_lossy(&submitted.stdout), "job-1\n");
+
+    wait_for("recovery to take its first step", || {
+        let job = job(&endpoint);
+        let recover = stage(&job, "recover")?;
+        let begun = recover["active"]
+            .as_array()?
+            .iter()
+            .any(|task| task["done"].as_u64() > Some(0));
+        (begun || recover["state"] == "done").then_some(())
+    });
+    let ended = first.terminate();
+    assert!(ended.success(), "{ended}: {}", first.log());
+    let between = job(&endpoint);
+    assert_eq!(stage(&between, "recover").unwrap()["state"], "done", "{between}");
+
+    let _second = start_worker("second");
+    let ended = wait_for("the job's end", || {
+        let job = job(&endpoint);
+        (job["finished_unix_ms"].as_u64() > Some(0)).then_some(job)
+    });
+    assert_eq!(ended["state"], "succeeded", "{}", ended["message"]);
+    assert!(path("out").join("report.json").is_file());
+    assert!(coordinator.terminate().success());
+}
