@@ -20,6 +20,9 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use tonic::transport::Channel;
 
+/// Longer than anything here takes on a busy machine; only a failure waits for it.
+pub const DEADLINE: Duration = Duration::from_secs(60);
+
 /// `sort` (one task), then `score` (two), then the outcome.
 pub struct Story;
 
@@ -85,19 +88,22 @@ impl Place {
         ))
     }
 
+    /// One that gives no worker up while a test lasts, however slow the machine.
     pub async fn coordinator(&self) -> Handle {
+        self.coordinator_that_gives_up_after(DEADLINE).await
+    }
+
+    pub async fn coordinator_that_gives_up_after(&self, worker_lost: Duration) -> Handle {
         let mut options = CoordinatorOptions::new(self.directory.path().join("data"));
         options.listen = "127.0.0.1:0".parse().unwrap();
-        options.worker_lost = Duration::from_millis(600);
+        options.worker_lost = worker_lost;
         options.heartbeat_interval = Duration::from_millis(100);
         Coordinator::start_with(options, Arc::new(Story)).await.unwrap()
     }
 }
 
 pub async fn client(handle: &Handle) -> Client {
-    Client::connect(&handle.endpoint(), Duration::from_secs(10))
-        .await
-        .unwrap()
+    Client::connect(&handle.endpoint(), DEADLINE).await.unwrap()
 }
 
 /// A worker whose moves the test makes.
@@ -165,7 +171,7 @@ impl FakeWorker {
     }
 
     pub async fn next(&mut self) -> FromCoordinator {
-        let next = tokio::time::timeout(Duration::from_secs(10), self.inbox.message());
+        let next = tokio::time::timeout(DEADLINE, self.inbox.message());
         next.await
             .expect("nothing came")
             .unwrap()
@@ -254,7 +260,7 @@ pub async fn end_of(handle: &Handle, job: &str) -> Job {
             last = Some(job);
         }
     };
-    tokio::time::timeout(Duration::from_secs(10), follow)
+    tokio::time::timeout(DEADLINE, follow)
         .await
         .expect("the job does not end");
     last.unwrap()
