@@ -1,21 +1,18 @@
 //! From accepted choices to the outcome: recover, evaluate, export, verify.
 
-use espalier_arch::{Architecture, BlockShape, Variant};
+mod summary;
+
+use espalier_arch::Architecture;
 use espalier_proto::task::{
     ArtifactId, Evaluate, Export, Exported, Ingested, MeasuredPair, ParentRef, Profiled, Quality, Recipe,
     Recover, Recovered, Student, TaskOutput, TaskSpec, Verify,
 };
-use espalier_search::{Corrections, Metric, Score};
 
-use super::compare::reading;
-use super::context::{Context, all_parameters, block_parameters};
+use super::context::Context;
 use super::fit::Accepted;
-use super::outcome::{
-    BlockReport, LimitReport, OUTCOME_SCHEMA, Outcome, ParentReport, RankedPoint, StageCost, StrategyReport,
-};
+use super::outcome::LimitReport;
 use super::tasks::{offer, task};
 use super::{Decision, MOST_NOISY, Plan, PlanError, PlannedStage, PlannedTask, Results, Stage, Winner};
-use crate::spec::Strategy;
 
 /// Alternations of the last measurement.
 const VERIFY_REPEATS: usize = 9;
@@ -311,186 +308,6 @@ impl<'a> Tail<'a> {
             reason: reason(),
         })
     }
-
-    fn outcome(
-        &self,
-        qualities: &Qualities<'_>,
-        recovered: &[&Recovered],
-        exported: &Exported,
-        verified: &MeasuredPair,
-        mut notes: Vec<String>,
-    ) -> Result<Outcome, PlanError> {
-        let (index, winner) = self.winner()?;
-        let limits = self.limits(winner, verified)?;
-        let scores = self.context.scores()?.unwrap_or_default();
-        let mut strategies = Vec::with_capacity(self.accepted.len());
-        for (position, (accepted, quality)) in self.accepted.iter().zip(&qualities.each).enumerate() {
-            strategies.push(self.strategy(accepted, *quality, recovered.get(position).copied(), &scores)?);
-            notes.extend(accepted.notes.iter().cloned());
-        }
-        // The winner first, the others in their order.
-        if let Some(first) = strategies.get_mut(..=index) {
-            first.rotate_right(1);
-        }
-        let all = &self.context.spec.target.limits;
-        let front_metric = all.iter().next().map_or(Metric::Latency, |limit| limit.metric);
-        Ok(Outcome {
-            schema: OUTCOME_SCHEMA,
-            spec: self.context.spec.clone(),
-            parent: self.parent_report(qualities.parent)?,
-            target: self.profiled.key.clone(),
-            limits,
-            winner: winner.chosen.strategy,
-            strategies,
-            scores,
-            front_metric,
-            front: self.front(),
-            grid: self.ranked()?,
-            export: exported.clone(),
-            stages: self.costs(),
-            notes,
-        })
-    }
-
-    fn limits(&self, winner: &Accepted<'_>, verified: &MeasuredPair) -> Result<Vec<LimitReport>, PlanError> {
-        let candidate = self.architecture().with_candidate(&winner.chosen.candidate)?;
-        let parameters = (
-            block_parameters(self.architecture()),
-            block_parameters(&candidate),
-        );
-        let parent = espalier_search::Figures::measured(&self.profiled.parent, parameters.0);
-        let prediction = &winner.chosen.prediction;
-        let mut reports = Vec::new();
-        for limit in self.context.spec.target.limits.iter() {
-            let metric = limit.metric;
-            let read = |pair| reading(&limit, pair, parameters, &self.profiled.parent, prediction);
-            let (Some(checked), Some(verified)) = (read(winner.pair), read(verified)) else {
-                continue;
-            };
-            reports.push(LimitReport {
-                metric,
-                asked: limit.bound,
-                limit: limit.resolve(&parent)?.value,
-                parent: parent.get(metric).unwrap_or(verified.parent),
-                predicted: prediction.figures.get(metric).unwrap_or(verified.predicted),
-                predicted_error: prediction.errors.get(metric).unwrap_or(0.0),
-                checked,
-                verified,
-            });
-        }
-        Ok(reports)
-    }
-
-    fn parent_report(&self, quality: &Quality) -> Result<ParentReport, PlanError> {
-        let architecture = self.architecture();
-        let model = self
-            .context
-            .cost_model(architecture, self.profiled, Corrections::default())?;
-        Ok(ParentReport {
-            source: self.parent.source.clone(),
-            fingerprint: self.parent.fingerprint.clone(),
-            architecture: architecture.clone(),
-            parameters: all_parameters(architecture),
-            block_parameters: block_parameters(architecture),
-            measurement: self.profiled.parent.clone(),
-            prediction: model.predict(architecture)?,
-            quality: quality.clone(),
-        })
-    }
-
-    fn strategy(
-        &self,
-        accepted: &Accepted<'_>,
-        (before, after): (&Quality, Option<&Quality>),
-        recovered: Option<&Recovered>,
-        scores: &[Score],
-    ) -> Result<StrategyReport, PlanError> {
-        let chosen = accepted.chosen;
-        let architecture = self.architecture().with_candidate(&chosen.candidate)?;
-        Ok(StrategyReport {
-            strategy: chosen.strategy,
-            candidate: chosen.candidate.clone(),
-            blocks: blocks(self.architecture(), &chosen.candidate.variants, scores),
-            parameters: all_parameters(&architecture),
-            block_parameters: block_parameters(&architecture),
-            prediction: chosen.prediction,
-            checked: accepted.pair.candidate.clone(),
-            rounds: accepted.round,
-            solved: chosen.solved,
-            before: before.clone(),
-            after: after.cloned(),
-            losses: recovered
-                .map(|recovered| recovered.losses.clone())
-                .unwrap_or_default(),
-            recovery_tokens: recovered.map_or(0, |recovered| recovered.tokens),
-            kept_untrained: recovered.is_some_and(|recovered| recovered.kept_untrained),
-            weights: recovered.map(|recovered| recovered.weights.clone()),
-        })
-    }
-
-    /// The front of the first solve.
-    fn front(&self) -> Vec<espalier_search::heterogeneous::FrontPoint> {
-        let stage = Stage::Check {
-            strategy: Strategy::Heterogeneous,
-            round: 1,
-        };
-        match self.context.results.decision(stage) {
-            Some(Decision::Chosen(chosen)) => chosen.front.clone(),
-            _ => Vec::new(),
-        }
-    }
-
-    fn ranked(&self) -> Result<Vec<RankedPoint>, PlanError> {
-        let mut all = Vec::new();
-        for (stage, result) in &self.context.results.stages {
-            let (Stage::Rank { round }, Some(Decision::Grid(points))) = (stage, &result.decision) else {
-                continue;
-            };
-            let divergences = self.context.ranked(*round)?.unwrap_or_default();
-            let points = points.iter().cloned().zip(divergences);
-            all.extend(points.map(|(point, divergence)| RankedPoint {
-                point,
-                divergence: *divergence,
-            }));
-        }
-        Ok(all)
-    }
-
-    fn costs(&self) -> Vec<StageCost> {
-        let finished = self.context.results.stages.iter();
-        let finished = finished.filter_map(|(stage, result)| Some((*stage, result.finished.as_ref()?)));
-        finished
-            .map(|(stage, finished)| StageCost {
-                stage,
-                tasks: finished.outputs.len(),
-                tokens: self.tokens(stage, finished.outputs.len(), self.context.results),
-                seconds: finished.seconds,
-            })
-            .collect()
-    }
-
-    fn tokens(&self, stage: Stage, tasks: usize, results: &Results) -> u64 {
-        let tasks = u64::try_from(tasks).unwrap_or(u64::MAX);
-        match stage {
-            Stage::Calibrate => self.ingested.calibration.iter().map(shard_tokens).sum(),
-            Stage::Score | Stage::Rank { .. } => shard_tokens(&self.ingested.scoring).saturating_mul(tasks),
-            Stage::DepthOrder => self.context.spec.budget.depth_tokens,
-            Stage::Evaluate => shard_tokens(&self.ingested.validation).saturating_mul(tasks),
-            Stage::Recover => {
-                let outputs = results.outputs(stage).unwrap_or_default().iter();
-                outputs
-                    .map(|output| {
-                        if let TaskOutput::Recover(recovered) = output {
-                            recovered.tokens
-                        } else {
-                            0
-                        }
-                    })
-                    .sum()
-            }
-            _ => 0,
-        }
-    }
 }
 
 /// The lesser of KL before and after, and whether it is the one after.
@@ -520,36 +337,4 @@ fn expect_count(stage: Stage, found: usize, expected: usize) -> Result<(), PlanE
 
 fn shard_tokens(shard: &espalier_proto::task::Shard) -> u64 {
     u64::try_from(shard.sequences.saturating_mul(shard.sequence_tokens)).unwrap_or(u64::MAX)
-}
-
-/// What is left of each block.
-fn blocks(parent: &Architecture, variants: &[Variant], scores: &[Score]) -> Vec<BlockReport> {
-    let each = parent.blocks.iter().zip(variants).enumerate();
-    each.map(|(index, (block, variant))| {
-        let whole = size(&block.shape);
-        let left = block.shape.with_variant(variant).ok().flatten();
-        let score = scores
-            .iter()
-            .find(|score| score.block == index && score.variant == *variant);
-        BlockReport {
-            block: index,
-            layer: block.layer,
-            kind: block.shape.kind(),
-            variant: variant.clone(),
-            size: left.as_ref().map_or(0, size),
-            whole,
-            score: score.map(|score| score.divergence),
-        }
-    })
-    .collect()
-}
-
-/// The axis that variants of the block are prefixes along.
-fn size(shape: &BlockShape) -> usize {
-    match shape {
-        BlockShape::Attention(attention) => attention.kv_groups,
-        BlockShape::Mlp(mlp) => mlp.channels,
-        BlockShape::Mamba2(mamba) => mamba.heads,
-        BlockShape::Moe(moe) => moe.experts,
-    }
 }
