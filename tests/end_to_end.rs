@@ -162,6 +162,20 @@ fn an_output_that_exists_is_refused_before_anything_starts() {
 }
 
 #[test]
+fn more_threads_than_processors_are_a_usage_error() {
+    let directory = tempfile::tempdir().unwrap();
+    let spec = write_spec(directory.path(), "{latency: 75%}");
+    let ended = espalier(&["run", spec.to_str().unwrap(), "--threads", "100000"]);
+    assert_eq!(ended.status.code(), Some(2));
+    assert!(
+        stderr(&ended).contains("processors of this machine"),
+        "{}",
+        stderr(&ended)
+    );
+    assert_eq!(names(directory.path()), ["job.yaml"]);
+}
+
+#[test]
 fn a_misspelt_field_is_a_usage_error_with_the_nearest_known_one() {
     let directory = tempfile::tempdir().unwrap();
     let spec = write_spec(directory.path(), "{latancy: 75%}");

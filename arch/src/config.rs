@@ -40,6 +40,13 @@ impl Architecture {
                 expected: "a JSON object of keys".to_owned(),
             });
         };
+        if let Some(value) = fields.get("quantization_config").filter(|value| !value.is_null()) {
+            return Err(Error::BadValue {
+                key: "quantization_config".to_owned(),
+                value: keys::shortened(value),
+                expected: "none: weights in f32, f16 or bf16, or a GGUF file".to_owned(),
+            });
+        }
         let keys = Keys::new(fields);
         let known = || KNOWN.map(|(name, _)| name).join(", ");
         let model_type = keys.required("model_type", &known())?;

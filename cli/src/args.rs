@@ -53,7 +53,7 @@ pub(crate) struct Run {
     #[arg(long, env = "ESPALIER_WORKERS", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub workers: u16,
     /// Threads of each worker; 0 shares the machine's processors among them.
-    #[arg(long, env = "ESPALIER_THREADS", default_value_t = 0)]
+    #[arg(long, env = "ESPALIER_THREADS", default_value_t = 0, value_parser = threads)]
     pub threads: usize,
     /// How to print the result.
     #[arg(short = 'o', long = "format", value_enum, default_value_t)]
@@ -88,7 +88,7 @@ pub(crate) struct Worker {
     #[arg(long, env = "ESPALIER_WORKER_NAME")]
     pub name: Option<String>,
     /// Threads of its device; 0 means one for each processor.
-    #[arg(long, env = "ESPALIER_THREADS", default_value_t = 0)]
+    #[arg(long, env = "ESPALIER_THREADS", default_value_t = 0, value_parser = threads)]
     pub threads: usize,
     /// On shutdown, how long running attempts may take to end.
     #[arg(long, env = "ESPALIER_DRAIN_TIMEOUT", default_value = "60s", value_parser = duration)]
@@ -188,6 +188,17 @@ pub(crate) enum Format {
     Table,
     /// For programs.
     Json,
+}
+
+/// A number of threads: more than there are processors would only have them wait for each other.
+fn threads(text: &str) -> Result<usize, String> {
+    let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    match text.parse() {
+        Ok(threads) if threads <= processors => Ok(threads),
+        _ => Err(format!(
+            "expected 0 to {processors}, the processors of this machine"
+        )),
+    }
 }
 
 /// `250ms`, `30s`, `5m`, `2h`.

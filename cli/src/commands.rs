@@ -44,9 +44,11 @@ pub(crate) fn read_spec(path: &Path, output: Option<PathBuf>) -> anyhow::Result<
 /// Ends when the process is asked to.
 pub(crate) async fn asked_to_stop() -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
+    let mut hung_up = signal(SignalKind::hangup())?;
     tokio::select! {
         interrupted = tokio::signal::ctrl_c() => interrupted?,
         _ = terminate.recv() => {}
+        _ = hung_up.recv() => {}
     }
     Ok(())
 }
@@ -116,7 +118,7 @@ pub(crate) async fn submit(arguments: args::Submit) -> anyhow::Result<()> {
     let mut client = connect(&arguments.remote).await?;
     let (job, existed) = client.submit(Spec::Json(json), &arguments.request_id).await?;
     if existed {
-        eprintln!("an earlier submission with this request id had made the job");
+        output::say("an earlier submission with this request id had made the job");
     }
     match arguments.remote.format {
         Format::Table => output::print(&format!("{}\n", job.id)),

@@ -43,7 +43,7 @@ pub(crate) async fn run(arguments: Run) -> anyhow::Result<()> {
     let job = ended?;
     if !job.outcome_json.is_empty() {
         output::print_outcome(&job.outcome_json, arguments.format)?;
-        eprintln!("report: {}", output.join("report.html").display());
+        output::say(&format!("report: {}", output.join("report.html").display()));
     }
     verdict(&job)?;
     Ok(stopped?)
@@ -67,7 +67,7 @@ async fn supervise(
         ended = follow(&mut follower, &job.id, &mut progress) => ended,
         asked = asked_to_stop() => match asked {
             Ok(()) => {
-                eprintln!("stopping; press Ctrl-C again to stop at once");
+                output::say("stopping; press Ctrl-C again to stop at once");
                 stop_job(&mut client, &job.id).await;
                 Err(failure::interrupted())
             }
@@ -144,12 +144,12 @@ impl State {
     fn finish(mut self) {
         if self.keep {
             self.directory.disable_cleanup(true);
-            eprintln!("state kept in {}", self.directory.path().display());
+            output::say(&format!("state kept in {}", self.directory.path().display()));
             return;
         }
         let path = self.directory.path().to_owned();
         if let Err(error) = self.directory.close() {
-            eprintln!("cannot remove {}: {error}", path.display());
+            output::say(&format!("cannot remove {}: {error}", path.display()));
         }
     }
 }

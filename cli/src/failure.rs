@@ -5,6 +5,8 @@ use std::process::ExitCode;
 
 use espalier_coordinator::Error;
 
+use crate::output;
+
 /// An error that carries its own exit code.
 #[derive(Debug)]
 pub(crate) struct Failure {
@@ -69,7 +71,7 @@ pub(crate) fn interrupted() -> anyhow::Error {
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     let message = format!("{error:#}");
     let line = message.split_whitespace().collect::<Vec<_>>().join(" ");
-    eprintln!("error: {line}");
+    output::say(&format!("error: {line}"));
     ExitCode::from(code(error))
 }
 

@@ -76,6 +76,12 @@ pub(crate) fn print_outcome(outcome_json: &str, format: Format) -> anyhow::Resul
     print(&outcome_table(&outcome))
 }
 
+/// Says a line to people. Nobody may be listening any more: that is no reason to end a job.
+pub(crate) fn say(line: &str) {
+    use std::io::Write as _;
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
 /// The limits that the exported model was measured outside of; empty when it meets all of them, or when
 /// nothing is told of the outcome.
 pub(crate) fn missed_limits(outcome_json: &str) -> anyhow::Result<String> {

@@ -57,7 +57,7 @@ impl Progress {
                     lines.extend(job.stages.iter().filter(|stage| is_running(stage)).map(describe));
                 }
                 for line in &lines {
-                    eprintln!("{line}");
+                    output::say(line);
                     *last = Instant::now();
                 }
             }

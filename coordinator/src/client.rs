@@ -1,6 +1,6 @@
 //! Talking to a coordinator: a thin client with deadlines, whose errors say what to do.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use espalier_proto::MESSAGE_LIMIT_BYTES;
 use espalier_proto::v1::{self, jobs_client::JobsClient, submit_request::Spec};
@@ -134,6 +134,7 @@ impl Client {
         Ok(Following {
             inner: response.into_inner(),
             client: self.clone(),
+            job_id: job_id.to_owned(),
         })
     }
 
@@ -170,7 +171,8 @@ impl Client {
             Code::DeadlineExceeded => Error::Timeout { call },
             // tonic tells a deadline of its own by cancelling.
             Code::Cancelled if message.contains("imeout") => Error::Timeout { call },
-            Code::Unavailable => Error::Unreachable {
+            // A connection that breaks in the middle of a stream comes as unknown.
+            Code::Unavailable | Code::Unknown => Error::Unreachable {
                 endpoint: self.endpoint.clone(),
                 message,
             },
@@ -179,24 +181,54 @@ impl Client {
     }
 }
 
+/// How long a broken watch is made again.
+pub const RECONNECTING: Duration = Duration::from_secs(60);
+const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(500);
+
 /// Snapshots of a job.
 #[derive(Debug)]
 pub struct Following {
     inner: Streaming<v1::WatchResponse>,
     client: Client,
+    job_id: String,
 }
 
 impl Following {
-    /// The next snapshot; none after the last, which is terminal.
+    /// The next snapshot; none after the last, which is terminal. When the connection breaks, for example
+    /// because the coordinator is restarted, it is made again for [`RECONNECTING`], and the job as it stands
+    /// then comes next.
     ///
     /// # Errors
-    /// [`Error::Unreachable`] when the coordinator went away; watch again with revision 0.
+    /// [`Error::Unreachable`] when the coordinator stays away.
     pub async fn next(&mut self) -> Result<Option<v1::Job>> {
-        let response = self.inner.message().await;
-        match response.map_err(|status| self.client.error("watch", &status))? {
-            Some(response) => present(response.job).map(Some),
-            None => Ok(None),
+        let lost_at = Instant::now();
+        loop {
+            let response = self.inner.message().await;
+            let error = match response.map_err(|status| self.client.error("watch", &status)) {
+                Ok(Some(response)) => return present(response.job).map(Some),
+                Ok(None) => return Ok(None),
+                Err(error) => error,
+            };
+            self.reconnect(error, lost_at).await?;
         }
+    }
+
+    /// Opens the stream again; gives `error` back when it is no lost connection or time is up.
+    async fn reconnect(&mut self, mut error: Error, lost_at: Instant) -> Result<()> {
+        while matches!(error, Error::Unreachable { .. } | Error::Timeout { .. })
+            && lost_at.elapsed() < RECONNECTING
+        {
+            tokio::time::sleep(BETWEEN_ATTEMPTS).await;
+            let job_id = self.job_id.clone();
+            match self.client.watch(&job_id, 0).await {
+                Ok(following) => {
+                    self.inner = following.inner;
+                    return Ok(());
+                }
+                Err(again) => error = again,
+            }
+        }
+        Err(error)
     }
 }
 

@@ -141,6 +141,12 @@ fn every_error_names_the_key_the_value_and_what_would_be_right() {
 }
 
 #[test]
+fn quantised_weights_are_refused_where_they_are_announced() {
+    let config = with(llama(), json!({"quantization_config": {"quant_method": "gptq"}}));
+    refused(config, &["quantization_config", "gptq", "f32, f16 or bf16"]);
+}
+
+#[test]
 fn a_wrong_rope_entry_is_named_with_its_path() {
     let scaling = |value: Value| with(llama(), json!({"rope_scaling": value}));
     refused(

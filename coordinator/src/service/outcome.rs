@@ -38,7 +38,18 @@ pub fn check_free(output: &Path) -> Result<(), String> {
             partial.display()
         ));
     }
-    Ok(())
+    let ancestors = output.ancestors().skip(1);
+    let there = ancestors.into_iter().find(|ancestor| ancestor.exists());
+    let there = there.unwrap_or_else(|| Path::new("/"));
+    let probe = there.join(format!(".espalier-probe-{}", std::process::id()));
+    fs::create_dir(&probe)
+        .and_then(|()| fs::remove_dir(&probe))
+        .map_err(|error| {
+            format!(
+                "output: nothing can be made in `{}` ({error}): choose another directory",
+                there.display()
+            )
+        })
 }
 
 /// Writes the reports and moves the whole into place. May be called again after an interruption.
@@ -97,4 +108,18 @@ fn sync_tree(directory: &Path) -> io::Result<()> {
         }
     }
     fs::File::open(directory)?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_output_below_a_place_where_nothing_can_be_made_is_refused() {
+        let refused = check_free(Path::new("/proc/nowhere/out"));
+        assert!(
+            refused.is_err_and(|message| message.contains("nothing can be made in `/proc`")),
+            "an output below /proc was accepted"
+        );
+    }
 }

@@ -16,6 +16,9 @@ use crate::{Error, Result};
 /// A line longer than this is refused: it is no text that a person or a tool wrote one document a line.
 const LINE_LIMIT_BYTES: u64 = 64 << 20;
 
+/// Some editors begin a UTF-8 file with it; it is no text.
+const BYTE_ORDER_MARK: char = '\u{feff}';
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Format {
     Text,
@@ -84,6 +87,9 @@ impl<'a> Documents<'a> {
             ))
         })?;
         line.truncate(line.trim_end_matches(['\n', '\r']).len());
+        if self.line == 1 && line.starts_with(BYTE_ORDER_MARK) {
+            line.remove(0);
+        }
         Ok(Some(line))
     }
 
@@ -185,4 +191,22 @@ fn shortened(text: &str) -> String {
         return text.to_owned();
     }
     text.chars().take(SHOWN).chain("...".chars()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_byte_order_mark_is_no_part_of_the_first_document() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("marked.jsonl");
+        std::fs::write(&path, "\u{feff}{\"text\": \"one\"}\r\n{\"text\": \"two\"}\n").unwrap();
+        let template = ChatTemplate::chat_ml();
+        let documents = Documents::open(&path, &template).unwrap();
+        let texts: Vec<String> = documents.map(Result::unwrap).collect();
+        assert_eq!(texts, ["one", "two"]);
+    }
 }

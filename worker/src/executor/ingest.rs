@@ -32,6 +32,13 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Ingest) -> 
     context.progress(0, 4, "steps", || format!("opening {}", task.parent))?;
     caches.clear();
     let parent = Parent::open(&task.parent)?;
+    if task.sequence_tokens > parent.architecture.max_positions {
+        let reason = format!(
+            "budget.sequence_tokens is {}, expected at most {}: the parent was made for no longer sequences",
+            task.sequence_tokens, parent.architecture.max_positions
+        );
+        return Err(Error::Invalid { reason });
+    }
     let template = chat_template(&parent)?;
     context.progress(1, 4, "steps", || "reading documents".to_owned())?;
     let mut reader = Reader {
