@@ -3,7 +3,7 @@
 use std::io::{ErrorKind, Write};
 
 use anyhow::Context;
-use espalier_coordinator::pipeline::Outcome;
+use espalier_coordinator::pipeline::outcome::{LimitReport, Outcome};
 use espalier_proto::v1::{Job, JobState, Stage, StageState, Task};
 use serde_json::{Value, json};
 
@@ -89,17 +89,7 @@ pub(crate) fn missed_limits(outcome_json: &str) -> anyhow::Result<String> {
         return Ok(String::new());
     }
     let outcome: Outcome = serde_json::from_str(outcome_json).context("the outcome cannot be read")?;
-    let missed = outcome.limits.iter().filter(|limit| !limit.verified.inside);
-    let missed = missed.map(|limit| {
-        let (value, bound) = (limit.verified.value, limit.verified.limit);
-        format!(
-            "{}: {}, the limit is {}",
-            limit.metric,
-            limit.metric.display(value),
-            limit.metric.display(bound)
-        )
-    });
-    Ok(missed.collect::<Vec<_>>().join(", "))
+    Ok(LimitReport::missed(&outcome.limits))
 }
 
 fn outcome_table(outcome: &Outcome) -> String {

@@ -62,20 +62,6 @@ pub(super) fn advance(
     Ok(())
 }
 
-/// The limits that the exported model was measured outside of, in words; empty when there is none.
-fn missed(limits: &[LimitReport]) -> String {
-    let outside = limits.iter().filter(|limit| !limit.verified.inside).map(|limit| {
-        let (value, bound) = (limit.verified.value, limit.verified.limit);
-        format!(
-            "{} is {}, the limit is {}",
-            limit.metric,
-            limit.metric.display(value),
-            limit.metric.display(bound)
-        )
-    });
-    outside.collect::<Vec<_>>().join(", ")
-}
-
 /// The parent's quality, and each strategy's before and after.
 struct Qualities<'a> {
     parent: &'a Quality,
@@ -273,7 +259,7 @@ impl<'a> Tail<'a> {
                 notes.push(format!("{stage} was noisy and was measured again"));
                 continue;
             }
-            let missed = missed(&self.limits(self.winner()?.1, pair)?);
+            let missed = LimitReport::missed(&self.limits(self.winner()?.1, pair)?);
             if missed.is_empty() {
                 return Ok(Some((pair, notes)));
             }

@@ -91,6 +91,22 @@ pub struct LimitReport {
     pub verified: Reading,
 }
 
+impl LimitReport {
+    /// Those of `limits` that the exported model was measured outside of, in words; empty when there is none.
+    pub fn missed(limits: &[Self]) -> String {
+        let outside = limits.iter().filter(|limit| !limit.verified.inside).map(|limit| {
+            let (value, bound) = (limit.verified.value, limit.verified.limit);
+            format!(
+                "{} is {}, the limit is {}",
+                limit.metric,
+                limit.metric.display(value),
+                limit.metric.display(bound)
+            )
+        });
+        outside.collect::<Vec<_>>().join(", ")
+    }
+}
+
 /// One metric measured in alternation with the parent.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
