@@ -64,6 +64,7 @@ impl Client {
         let request = v1::SubmitRequest {
             request_id: request_id.to_owned(),
             spec: Some(spec),
+            priority: 0,
         };
         let request = self.timed(request);
         let response = self

@@ -12,8 +12,14 @@ pub mod v1 {
     tonic::include_proto!("espalier.v1");
 }
 
-/// The protocol version this build speaks. A coordinator also takes the version before.
-pub const PROTOCOL_VERSION: u32 = 1;
+/// The protocol version this build speaks.
+pub const PROTOCOL_VERSION: u32 = 2;
+
+/// The version before, which both sides still take.
+pub const OLDEST_PROTOCOL_VERSION: u32 = 1;
+
+/// The encoded descriptors of `espalier.v1`, for gRPC reflection.
+pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));
 
 /// Largest gRPC message either side takes, bytes.
 pub const MESSAGE_LIMIT_BYTES: usize = 16 << 20;

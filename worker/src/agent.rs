@@ -183,6 +183,8 @@ impl Agent {
             // While out of touch attempts only move from running to unacknowledged, so the list holds
             // however many tries the connection takes.
             attempts: self.state.leases(),
+            oldest_protocol_version: espalier_proto::OLDEST_PROTOCOL_VERSION,
+            highest_term: 0,
         };
         Box::pin(link::connect(
             self.options.coordinator.clone(),
@@ -265,7 +267,7 @@ impl Agent {
             }
             FromCoordinator::Superseded(superseded) => self.drop_attempt(&superseded).await,
             FromCoordinator::Drain(_) => self.draining = true,
-            FromCoordinator::Welcome(_) => {}
+            FromCoordinator::Welcome(_) | FromCoordinator::Release(_) | FromCoordinator::Restart(_) => {}
         }
     }
 

@@ -80,7 +80,7 @@ impl Jobs for Service {
         &self,
         request: Request<v1::SubmitRequest>,
     ) -> Result<Response<v1::SubmitResponse>, Status> {
-        let v1::SubmitRequest { request_id, spec } = request.into_inner();
+        let v1::SubmitRequest { request_id, spec, .. } = request.into_inner();
         if request_id.chars().count() > REQUEST_ID_CHARACTERS {
             return Err(Status::invalid_argument(format!(
                 "request_id: has more than {REQUEST_ID_CHARACTERS} characters"
@@ -101,6 +101,24 @@ impl Jobs for Service {
             job: Some(job),
             existed,
         }))
+    }
+
+    type EventsStream = std::pin::Pin<Box<dyn futures::Stream<Item = Result<v1::JobEvent, Status>> + Send>>;
+
+    async fn pause(&self, _: Request<v1::PauseRequest>) -> Result<Response<v1::PauseResponse>, Status> {
+        Err(Status::unimplemented("jobs cannot be paused yet"))
+    }
+
+    async fn resume(&self, _: Request<v1::ResumeRequest>) -> Result<Response<v1::ResumeResponse>, Status> {
+        Err(Status::unimplemented("jobs cannot be paused yet"))
+    }
+
+    async fn retry(&self, _: Request<v1::RetryRequest>) -> Result<Response<v1::RetryResponse>, Status> {
+        Err(Status::unimplemented("jobs cannot be tried again yet"))
+    }
+
+    async fn events(&self, _: Request<v1::EventsRequest>) -> Result<Response<Self::EventsStream>, Status> {
+        Err(Status::unimplemented("events are not kept yet"))
     }
 
     async fn get(&self, request: Request<v1::GetRequest>) -> Result<Response<v1::GetResponse>, Status> {
@@ -222,6 +240,8 @@ fn snapshots(
 fn is_terminal(state: v1::JobState) -> bool {
     match state {
         v1::JobState::Succeeded | v1::JobState::Failed | v1::JobState::Cancelled => true,
-        v1::JobState::Unspecified | v1::JobState::Queued | v1::JobState::Running => false,
+        v1::JobState::Unspecified | v1::JobState::Queued | v1::JobState::Running | v1::JobState::Paused => {
+            false
+        }
     }
 }

@@ -27,6 +27,7 @@ pub fn summary(state: &State, job: &Job, revision: u64) -> v1::Job {
         output: job.output.clone(),
         outcome_json: String::new(),
         parent: job.parent.clone(),
+        priority: 0,
     }
 }
 

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use espalier_proto::PROTOCOL_VERSION;
 use espalier_proto::task::{Failure, FailureKind, Progress, TaskOutput};
 use espalier_proto::v1::{self, worker_message::Message, workers_server::Workers};
+use espalier_proto::{OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
@@ -140,6 +140,8 @@ fn translate(from: WorkerHandle, message: Message) -> Option<owner::Request> {
         Message::Completed(v1::Completed { lease, output_json }) => (lease, completed(&output_json)),
         Message::Failed(v1::Failed { lease, failure_json }) => (lease, failed(&failure_json)),
         Message::Stopped(v1::Stopped { lease }) => (lease, Report::Stopped),
+        // No task has more than one rank yet.
+        Message::Prepared(_) => return None,
     };
     Some(owner::Request::Report {
         from,
@@ -190,13 +192,25 @@ fn lease(lease: &v1::Lease) -> Lease {
     }
 }
 
-fn introduction(hello: v1::Hello) -> Result<Introduction, Status> {
-    if hello.protocol_version != PROTOCOL_VERSION {
+/// The newest protocol version that both sides speak.
+fn spoken(hello: &v1::Hello) -> Result<u32, Status> {
+    let theirs = hello.protocol_version;
+    let oldest = match hello.oldest_protocol_version {
+        0 => theirs,
+        oldest => oldest,
+    };
+    let version = theirs.min(PROTOCOL_VERSION);
+    if version < oldest.max(OLDEST_PROTOCOL_VERSION) {
         return Err(Status::failed_precondition(format!(
-            "protocol version {} is not spoken here, only {PROTOCOL_VERSION}: use matching builds",
-            hello.protocol_version
+            "protocol versions {oldest} to {theirs} are not spoken here, only {OLDEST_PROTOCOL_VERSION} to \
+             {PROTOCOL_VERSION}: use builds at most one version apart"
         )));
     }
+    Ok(version)
+}
+
+fn introduction(hello: v1::Hello) -> Result<Introduction, Status> {
+    spoken(&hello)?;
     let allowed = |character: char| character.is_ascii_alphanumeric() || "-_.".contains(character);
     let name = hello.worker;
     if name.is_empty() || name.len() > NAME_CHARACTERS || !name.chars().all(allowed) {

@@ -148,6 +148,8 @@ impl FakeWorker {
                 threads: 1,
             }],
             attempts,
+            oldest_protocol_version: 0,
+            highest_term: 0,
         };
         outbox
             .send(WorkerMessage {

@@ -60,6 +60,8 @@ impl Owner {
             job_id: task.job.to_string(),
             device_id: attempt.device.clone(),
             spec_json: Bytes::copy_from_slice(task.payload.as_str().as_bytes()),
+            traceparent: String::new(),
+            gang: None,
         };
         self.send(attempt.worker, Message::Assign(assign));
     }

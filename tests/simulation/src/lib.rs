@@ -1,0 +1,1 @@
+//! The coordinator and the worker agent under a virtual clock, network and disk, with seeded faults.
