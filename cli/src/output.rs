@@ -217,6 +217,7 @@ pub(crate) fn state(state: JobState) -> &'static str {
         JobState::Succeeded => "succeeded",
         JobState::Failed => "failed",
         JobState::Cancelled => "cancelled",
+        JobState::Paused => "paused",
     }
 }
 
