@@ -2,13 +2,15 @@
 //!
 //! The loop ([`owner`]) is the only one to touch the state and the journal; everybody else sends it
 //! [`owner::Request`]s over one bounded channel. Planning, report writing and removal run beside it on
-//! blocking threads and report back the same way.
+//! blocking threads and report back the same way. What the loop has of the world comes through
+//! [`surroundings`].
 
 mod adapter;
 mod jobs;
 mod outcome;
-mod owner;
+pub mod owner;
 mod planner;
+pub mod surroundings;
 mod view;
 mod watch;
 mod workers;
@@ -26,15 +28,16 @@ use espalier_proto::v1::workers_server::WorkersServer;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch as signal};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, MissedTickBehavior, timeout_at};
 use tokio_stream::wrappers::TcpListenerStream;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::{Error, Result};
 pub use adapter::PipelinePlanner;
-use owner::{Owner, Request};
+use owner::{BATCH, Owner, Request, TICK};
 pub use planner::{Planned, Planner, StageSnapshot};
+use surroundings::{BlockingThreads, Surroundings, SystemClock};
 
 /// Requests that may wait for the loop.
 const REQUESTS: usize = 1024;
@@ -104,18 +107,28 @@ impl Coordinator {
         let tasks = TaskTracker::new();
         let (failure, failed) = signal::channel(None);
         let opened = {
-            let (requests, tasks) = (requests.downgrade(), tasks.clone());
-            let open = move || Owner::open(options, planner, requests, tasks);
+            let beside = BlockingThreads {
+                runtime: tokio::runtime::Handle::current(),
+                tasks: tasks.clone(),
+                requests: requests.downgrade(),
+            };
+            let open = move || {
+                let surroundings = Surroundings {
+                    clock: Arc::new(SystemClock::default()),
+                    beside: Arc::new(beside),
+                    store: store_url(&options)?,
+                };
+                Owner::open(options, planner, surroundings)
+            };
             tokio::task::spawn_blocking(open)
                 .await
                 .map_err(|error| Error::Internal(error.to_string()))??
         };
         let owner = thread::Builder::new().name("espalier-owner".to_owned()).spawn({
-            let runtime = tokio::runtime::Handle::current();
             let stop = stop.clone();
             move || {
                 let _lock = lock;
-                let ended = opened.run(inbox, &runtime);
+                let ended = run(opened, inbox);
                 if let Err(error) = ended {
                     tracing::error!(%error, "the coordinator stops");
                     failure.send_replace(Some(error.to_string()));
@@ -125,7 +138,7 @@ impl Coordinator {
         });
         let owner = owner.map_err(|error| Error::Internal(error.to_string()))?;
         let server = tokio::spawn(serve(listener, requests.clone(), tasks.clone(), stop.clone()));
-        let ticker = tokio::spawn(owner::tick(requests.clone(), stop.clone()));
+        let ticker = tokio::spawn(tick(requests.clone(), stop.clone()));
         tracing::info!(%address, "the coordinator listens");
         Ok(Handle {
             address,
@@ -195,6 +208,40 @@ impl Handle {
         timeout_at(deadline, self.tasks.wait()).await.map_err(late)?;
         let owner = tokio::task::spawn_blocking(move || self.owner.join());
         timeout_at(deadline, owner).await.map(drop).map_err(late)
+    }
+}
+
+/// The artifact store as workers are told; opened once, so that a wrong one is found at the start.
+fn store_url(options: &CoordinatorOptions) -> Result<String> {
+    let inside = || options.data_dir.join("artifacts").to_string_lossy().into_owned();
+    let location = options.store.clone().unwrap_or_else(inside);
+    espalier_artifact::ArtifactStore::open(&location)
+        .map(|store| store.location())
+        .map_err(|error| Error::Invalid(format!("store: {error}")))
+}
+
+/// Gives the loop its turns until it is told to stop.
+fn run(mut owner: Owner, mut inbox: mpsc::Receiver<Request>) -> Result<()> {
+    let mut batch = Vec::with_capacity(BATCH);
+    while !owner.is_stopping() && inbox.blocking_recv_many(&mut batch, BATCH) > 0 {
+        owner.turn(&mut batch)?;
+    }
+    inbox.close();
+    Ok(())
+}
+
+/// Wakes the loop regularly, until told to stop.
+async fn tick(requests: mpsc::Sender<Request>, stop: CancellationToken) {
+    let mut interval = tokio::time::interval(TICK);
+    interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            _ = interval.tick() => {}
+        }
+        if requests.send(Request::Tick).await.is_err() {
+            return;
+        }
     }
 }
 

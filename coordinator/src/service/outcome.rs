@@ -5,8 +5,6 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::Planner;
-
 /// Where an outcome grows before it is complete: `output.partial`.
 pub fn partial(output: &Path) -> PathBuf {
     let mut name = OsString::from(output);
@@ -56,7 +54,7 @@ pub fn check_free(output: &Path) -> Result<(), String> {
 ///
 /// # Errors
 /// One line for the user.
-pub fn finish(planner: &dyn Planner, outcome: &str, output: &Path) -> Result<(), String> {
+pub fn finish(write_report: &dyn Fn(&Path) -> Result<(), String>, output: &Path) -> Result<(), String> {
     let partial = partial(output);
     if !partial.is_dir() {
         let moved_before = output.join("report.json").is_file();
@@ -69,7 +67,7 @@ pub fn finish(planner: &dyn Planner, outcome: &str, output: &Path) -> Result<(),
             ))
         };
     }
-    planner.write_report(outcome, &partial)?;
+    write_report(&partial)?;
     let moved = sync_tree(&partial).and_then(|()| fs::rename(&partial, output));
     moved.map_err(|error| {
         format!(

@@ -3,26 +3,28 @@
 //! It takes what waits in its inbox, decides and applies it, commits the journal once for all of it, and
 //! only then answers and acts. When the disk is full nothing of the batch has happened: the state is
 //! replayed, those who asked are told, and workers keep their results and send them again.
+//!
+//! It runs without a clock, thread or runtime of its own: [`Surroundings`] gives it time and a place for
+//! slow work, [`Owner::turn`] the requests. Replies are oneshots and outboxes bounded channels, neither of
+//! which needs a runtime; so a simulation drives it as the service does.
 
 mod act;
 mod handle;
 mod request;
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use espalier_proto::task::Progress;
 use espalier_proto::v1;
-use tokio::runtime;
-use tokio::sync::mpsc;
-use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
 use tonic::Status;
 
-pub use request::{Greeting, Listing, Outbox, Report, Request, Submission, WorkerHandle};
+pub use super::watch::Following;
+pub use request::{Greeting, Listing, Outbox, Reply, Report, Request, Submission, WorkerHandle};
 
+use super::surroundings::Surroundings;
 use super::watch::Watchers;
 use super::{CoordinatorOptions, Planner, view};
 use crate::journal::{self, Journal};
@@ -32,10 +34,10 @@ use crate::scheduler::{
 };
 use crate::{Error, Result};
 
-/// Requests taken in one turn, and so committed together.
-const BATCH: usize = 256;
-/// How often the loop looks at silence and publishes changes.
-const TICK: Duration = Duration::from_millis(100);
+/// Requests taken in one turn at the most, and so committed together.
+pub const BATCH: usize = 256;
+/// How often the loop is sent [`Request::Tick`], to look at silence and publish changes.
+pub const TICK: Duration = Duration::from_millis(100);
 /// How long after a full disk the loop tries again by itself.
 const FULL_PAUSE: Duration = Duration::from_secs(2);
 
@@ -58,80 +60,64 @@ impl Drop for Link {
 /// The loop's belongings.
 pub struct Owner {
     options: CoordinatorOptions,
-    store: String,
     planner: Arc<dyn Planner>,
-    requests: mpsc::WeakSender<Request>,
-    tasks: TaskTracker,
+    surroundings: Surroundings,
     journal: Journal,
     state: State,
     effects: Vec<Effect>,
     answers: Vec<Answer>,
-    links: HashMap<WorkerId, Link>,
+    links: BTreeMap<WorkerId, Link>,
     next_link: u64,
-    heard: HashMap<WorkerId, Instant>,
-    progress: HashMap<AttemptId, Progress>,
+    heard: BTreeMap<WorkerId, Duration>,
+    progress: BTreeMap<AttemptId, Progress>,
     watchers: Watchers,
-    planning: HashSet<JobId>,
-    writing: HashSet<JobId>,
-    full_until: Option<Instant>,
+    planning: BTreeSet<JobId>,
+    writing: BTreeSet<JobId>,
+    full_until: Option<Duration>,
     stopping: bool,
 }
 
-/// Wakes the loop regularly, until told to stop.
-pub async fn tick(requests: mpsc::Sender<Request>, stop: CancellationToken) {
-    let mut interval = tokio::time::interval(TICK);
-    interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        tokio::select! {
-            () = stop.cancelled() => return,
-            _ = interval.tick() => {}
-        }
-        if requests.send(Request::Tick).await.is_err() {
-            return;
-        }
+impl std::fmt::Debug for Owner {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("Owner")
+            .field("term", &self.state.term())
+            .finish_non_exhaustive()
     }
 }
 
 impl Owner {
-    /// Replays the journal and begins a term.
+    /// Replays the journal, begins a term, and starts what was left to do.
     ///
     /// # Errors
-    /// When the journal or the store's directory cannot be used.
+    /// When the journal cannot be used.
     pub fn open(
         options: CoordinatorOptions,
         planner: Arc<dyn Planner>,
-        requests: mpsc::WeakSender<Request>,
-        tasks: TaskTracker,
+        surroundings: Surroundings,
     ) -> Result<Self> {
         let mut state = State::default();
         let directory = options.data_dir.join("journal");
         let visit = &mut |event: Event| apply(&mut state, &event);
         let journal = Journal::open(&directory, journal::Options::default(), visit)?;
-        let location = options
-            .store
-            .clone()
-            .unwrap_or_else(|| options.data_dir.join("artifacts").to_string_lossy().into_owned());
-        let store = espalier_artifact::ArtifactStore::open(&location)
-            .map_err(|error| Error::Invalid(format!("store: {error}")))?;
         let known = state.workers().map(|worker| worker.id).collect::<Vec<_>>();
-        let started = Instant::now();
+        // A worker has the whole of its grace to come back to a coordinator that was away itself.
+        let started = surroundings.clock.elapsed();
         let mut owner = Self {
             options,
-            store: store.location(),
             planner,
-            requests,
-            tasks,
+            surroundings,
             journal,
             state,
             effects: Vec::new(),
             answers: Vec::new(),
-            links: HashMap::new(),
+            links: BTreeMap::new(),
             next_link: 0,
             heard: known.into_iter().map(|worker| (worker, started)).collect(),
-            progress: HashMap::new(),
+            progress: BTreeMap::new(),
             watchers: Watchers::new(crate::scheduler::Term::default()),
-            planning: HashSet::new(),
-            writing: HashSet::new(),
+            planning: BTreeSet::new(),
+            writing: BTreeSet::new(),
             full_until: None,
             stopping: false,
         };
@@ -141,30 +127,33 @@ impl Owner {
         owner.journal.commit()?;
         owner.watchers = Watchers::new(owner.state.term());
         owner.effects = resume(&owner.state);
+        owner.act();
         Ok(owner)
     }
 
-    /// Runs until told to stop.
-    ///
-    /// # Errors
-    /// When the journal fails: nothing more may be promised.
-    pub fn run(mut self, mut inbox: mpsc::Receiver<Request>, runtime: &runtime::Handle) -> Result<()> {
-        self.act(runtime);
-        let mut batch = Vec::with_capacity(BATCH);
-        while !self.stopping && inbox.blocking_recv_many(&mut batch, BATCH) > 0 {
-            self.turn(&mut batch, runtime)?;
-        }
-        inbox.close();
-        Ok(())
+    /// What the loop knows.
+    pub fn state(&self) -> &State {
+        &self.state
     }
 
-    fn turn(&mut self, batch: &mut Vec<Request>, runtime: &runtime::Handle) -> Result<()> {
+    /// Whether [`Request::Stop`] was taken: no turn may follow.
+    pub fn is_stopping(&self) -> bool {
+        self.stopping
+    }
+
+    /// Takes these requests, makes what follows from them durable, and only then answers and acts.
+    /// Leaves `batch` empty.
+    ///
+    /// # Errors
+    /// When the journal fails: nothing more may be promised, and no turn may follow.
+    pub fn turn(&mut self, batch: &mut Vec<Request>) -> Result<()> {
         let mut ticked = false;
         for request in batch.drain(..) {
             ticked |= matches!(request, Request::Tick);
             self.handle(request);
         }
-        let rests = self.full_until.is_some_and(|until| Instant::now() < until);
+        let elapsed = self.surroundings.clock.elapsed();
+        let rests = self.full_until.is_some_and(|until| elapsed < until);
         if !rests {
             self.dispatch();
         }
@@ -176,7 +165,7 @@ impl Owner {
                 for answer in std::mem::take(&mut self.answers) {
                     answer(self, Ok(()));
                 }
-                self.act(runtime);
+                self.act();
             }
             Err(error @ journal::Error::Full { .. }) => self.step_back(&error)?,
             Err(error) => return Err(error.into()),
@@ -197,7 +186,7 @@ impl Owner {
         self.effects.clear();
         // Workers send what was not acknowledged again when they come back.
         self.links.clear();
-        self.full_until = Some(Instant::now() + FULL_PAUSE);
+        self.full_until = Some(self.surroundings.clock.elapsed().saturating_add(FULL_PAUSE));
         let status = Status::resource_exhausted(error.to_string());
         for answer in std::mem::take(&mut self.answers) {
             answer(self, Err(status.clone()));
@@ -206,7 +195,7 @@ impl Owner {
     }
 
     fn decide(&mut self, command: Command) -> Result<(), Rejection> {
-        let events = decide(&self.state, command, now())?;
+        let events = decide(&self.state, command, self.now())?;
         self.journal
             .append(&events)
             .map_err(|error| Rejection::Invalid(error.to_string()))?;
@@ -232,12 +221,13 @@ impl Owner {
 
     fn silence(&mut self) {
         let lost = self.options.worker_lost;
+        let elapsed = self.surroundings.clock.elapsed();
         let is_lost = |worker: &&crate::scheduler::Worker| {
             worker.standing != crate::scheduler::Standing::Lost
                 && self
                     .heard
                     .get(&worker.id)
-                    .is_none_or(|heard| heard.elapsed() >= lost)
+                    .is_none_or(|heard| elapsed.saturating_sub(*heard) >= lost)
         };
         let silent: Vec<(WorkerId, Epoch)> = self
             .state
@@ -256,7 +246,7 @@ impl Owner {
     }
 
     fn publish(&mut self) {
-        let (state, progress, now) = (&self.state, &self.progress, now().unix_ms);
+        let (state, progress, now) = (&self.state, &self.progress, self.now().unix_ms);
         self.watchers.publish(|job, revision| {
             state
                 .job(job)
@@ -275,16 +265,15 @@ impl Owner {
             known,
             revision,
             &self.progress,
-            now().unix_ms,
+            self.now().unix_ms,
         ))
     }
-}
 
-/// Wall clock, for display.
-fn now() -> Now {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    Now {
-        unix_ms: i64::try_from(since.as_millis()).unwrap_or(i64::MAX),
+    /// Wall clock, for display.
+    fn now(&self) -> Now {
+        Now {
+            unix_ms: self.surroundings.clock.unix_ms(),
+        }
     }
 }
 

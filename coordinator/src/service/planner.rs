@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use super::outcome;
 use crate::scheduler::{Payload, StagePlan};
 
 /// A stage that was planned before.
@@ -39,4 +40,22 @@ pub trait Planner: Send + Sync + 'static {
     /// # Errors
     /// Why not, one line.
     fn write_report(&self, outcome: &str, directory: &Path) -> Result<(), String>;
+
+    /// Writes the reports into the place where the outcome has grown and moves the whole into place. May be
+    /// asked again after an interruption.
+    ///
+    /// # Errors
+    /// Why not, one line.
+    fn finish(&self, outcome: &str, output: &Path) -> Result<(), String> {
+        let write = |directory: &Path| self.write_report(outcome, directory);
+        outcome::finish(&write, output)
+    }
+
+    /// Removes what a job had half-written.
+    ///
+    /// # Errors
+    /// Why not, one line.
+    fn remove_partial(&self, output: &Path) -> Result<(), String> {
+        outcome::remove_partial(output)
+    }
 }

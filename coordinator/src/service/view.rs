@@ -1,6 +1,6 @@
 //! The state as clients see it.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use espalier_proto::task::Progress;
 use espalier_proto::v1;
@@ -36,7 +36,7 @@ pub fn job(
     state: &State,
     job: &Job,
     revision: u64,
-    progress: &HashMap<AttemptId, Progress>,
+    progress: &BTreeMap<AttemptId, Progress>,
     now: i64,
 ) -> v1::Job {
     let ended = job.phase.is_terminal();
@@ -102,7 +102,7 @@ fn stage(
     state: &State,
     stage: &Stage,
     job_ended: bool,
-    progress: &HashMap<AttemptId, Progress>,
+    progress: &BTreeMap<AttemptId, Progress>,
     now: i64,
 ) -> v1::Stage {
     let done = stage.done == stage.tasks.len();
@@ -145,7 +145,7 @@ fn stage(
     }
 }
 
-fn task(state: &State, task: &Task, progress: &HashMap<AttemptId, Progress>, now: i64) -> v1::Task {
+fn task(state: &State, task: &Task, progress: &BTreeMap<AttemptId, Progress>, now: i64) -> v1::Task {
     let attempt = match task.phase {
         TaskPhase::Running { attempt } => state.attempt(attempt),
         _ => None,

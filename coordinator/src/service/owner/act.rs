@@ -5,22 +5,21 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use espalier_proto::v1::{self, coordinator_message::Message};
-use tokio::runtime;
 
 use super::handle::wire;
 use super::{Owner, Request};
 use crate::scheduler::{AttemptId, Effect, JobId, JobPhase, Payload, Stage, Task, TaskPhase, WorkerId};
-use crate::service::{StageSnapshot, outcome};
+use crate::service::StageSnapshot;
 
 impl Owner {
-    pub(super) fn act(&mut self, runtime: &runtime::Handle) {
+    pub(super) fn act(&mut self) {
         for effect in std::mem::take(&mut self.effects) {
             match effect {
                 Effect::Assign { attempt } => self.assign(attempt),
                 Effect::StopAttempt { attempt } => self.stop_attempt(attempt),
-                Effect::Plan { job } => self.plan(job, runtime),
-                Effect::WriteOutcome { job } => self.write_outcome(job, runtime),
-                Effect::RemovePartial { job } => self.remove_partial(job, runtime),
+                Effect::Plan { job } => self.plan(job),
+                Effect::WriteOutcome { job } => self.write_outcome(job),
+                Effect::RemovePartial { job } => self.remove_partial(job),
                 Effect::Disconnect { worker } => {
                     self.links.remove(&worker);
                 }
@@ -83,7 +82,7 @@ impl Owner {
         self.send(attempt.worker, Message::Cancel(cancel));
     }
 
-    fn plan(&mut self, job: JobId, runtime: &runtime::Handle) {
+    fn plan(&mut self, job: JobId) {
         let Some(known) = self.state.job(job).filter(|job| job.wants_plan()) else {
             return;
         };
@@ -95,7 +94,7 @@ impl Owner {
         let stages = self.snapshots(job);
         let planner = Arc::clone(&self.planner);
         self.planning.insert(job);
-        self.beside(runtime, move || {
+        self.beside(move || {
             let planned = planner.plan(spec.as_str(), &stages);
             Request::Planned {
                 job,
@@ -132,7 +131,7 @@ impl Owner {
         self.state.stage_tasks(stage).map(output).collect()
     }
 
-    fn write_outcome(&mut self, job: JobId, runtime: &runtime::Handle) {
+    fn write_outcome(&mut self, job: JobId) {
         let Some(known) = self.state.job(job) else { return };
         let JobPhase::Finishing { outcome } = &known.phase else {
             return;
@@ -142,13 +141,13 @@ impl Owner {
             return;
         }
         let planner = Arc::clone(&self.planner);
-        self.beside(runtime, move || {
-            let written = outcome::finish(planner.as_ref(), outcome.as_str(), Path::new(&output));
+        self.beside(move || {
+            let written = planner.finish(outcome.as_str(), Path::new(&output));
             Request::Written { job, written }
         });
     }
 
-    fn remove_partial(&mut self, job: JobId, runtime: &runtime::Handle) {
+    fn remove_partial(&mut self, job: JobId) {
         let Some(known) = self.state.job(job).filter(|job| job.wants_removal()) else {
             return;
         };
@@ -156,24 +155,15 @@ impl Owner {
         if !self.writing.insert(job) {
             return;
         }
-        self.beside(runtime, move || {
-            let removed = outcome::remove_partial(Path::new(&output));
+        let planner = Arc::clone(&self.planner);
+        self.beside(move || {
+            let removed = planner.remove_partial(Path::new(&output));
             Request::Removed { job, removed }
         });
     }
 
-    /// Does something slow on a blocking thread; its answer comes through the inbox.
-    fn beside(&self, runtime: &runtime::Handle, work: impl FnOnce() -> Request + Send + 'static) {
-        let requests = self.requests.clone();
-        self.tasks.spawn_blocking_on(
-            move || {
-                let answer = work();
-                // A loop that has stopped will ask again after its restart.
-                if let Some(requests) = requests.upgrade() {
-                    let _ = requests.blocking_send(answer);
-                }
-            },
-            runtime,
-        );
+    /// Does something slow beside the loop; its answer comes through the inbox.
+    fn beside(&self, work: impl FnOnce() -> Request + Send + 'static) {
+        self.surroundings.beside.spawn(Box::new(work));
     }
 }

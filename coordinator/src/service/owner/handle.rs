@@ -1,7 +1,5 @@
 //! Requests in, commands to the state machine; answers wait until the turn is durable.
 
-use std::time::Instant;
-
 use espalier_proto::task::{Failure, FailureKind};
 use espalier_proto::v1::{self, coordinator_message::Message};
 use tokio::sync::oneshot;
@@ -183,7 +181,7 @@ impl Owner {
         let Some(worker) = self.state.worker_named(&name).map(|worker| worker.id) else {
             return self.later(reply, |_| Err(Status::internal("the worker has no id")));
         };
-        self.heard.insert(worker, Instant::now());
+        self.heard.insert(worker, self.surroundings.clock.elapsed());
         self.next_link = self.next_link.saturating_add(1);
         let handle = WorkerHandle {
             worker,
@@ -214,7 +212,7 @@ impl Owner {
             heartbeat_interval_ms: milliseconds(self.options.heartbeat_interval),
             worker_lost_ms: milliseconds(self.options.worker_lost),
             orphan_grace_ms: milliseconds(self.options.orphan_grace),
-            artifact_store: self.store.clone(),
+            artifact_store: self.surroundings.store.clone(),
             superseded: self.superseded(worker, attempts),
         }
     }
@@ -272,7 +270,7 @@ impl Owner {
         if self.links.get(&worker).is_none_or(|link| link.epoch != epoch) {
             return Err(again("the worker has no stream"));
         }
-        self.heard.insert(worker, Instant::now());
+        self.heard.insert(worker, self.surroundings.clock.elapsed());
         let superseded = self.superseded(worker, attempts);
         Ok(v1::HeartbeatResponse {
             term: self.state.term().0,
@@ -282,7 +280,7 @@ impl Owner {
 
     fn report(&mut self, from: WorkerHandle, lease: Lease, report: Report) {
         let worker = from.worker;
-        self.heard.insert(worker, Instant::now());
+        self.heard.insert(worker, self.surroundings.clock.elapsed());
         let command = match report {
             Report::Progress(progress) => return self.progressed(worker, lease, progress),
             Report::Log(lines) => {

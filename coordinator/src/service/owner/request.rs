@@ -82,6 +82,7 @@ pub enum Report {
 
 /// What the loop can be asked and told.
 #[derive(Debug)]
+#[allow(missing_docs)] // the fields are what the variants' docs say
 pub enum Request {
     /// Take a job.
     Submit {
