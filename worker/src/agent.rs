@@ -3,11 +3,13 @@
 //! - [`options`]: what a worker is told at start.
 //! - [`link`]: one connection to the coordinator, and its heartbeats on a channel of their own.
 //! - [`state`]: which attempts run and which results are not yet acknowledged; pure.
+//! - [`core`]: the protocol, without I/O, clock or tasks.
 //! - [`device`]: one task for each device, which owns its child process ([`process`]).
 //!
 //! [`run`] ties them together in one loop. No tensor code runs here: a crash, a hang or an out-of-memory
 //! ends a child, never the agent.
 
+pub mod core;
 pub mod device;
 pub mod link;
 pub mod options;

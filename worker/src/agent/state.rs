@@ -52,6 +52,7 @@ impl State {
             Event::Log { lease, lines } => Some(FromWorker::Log(Log {
                 lease: Some(lease),
                 lines,
+                first_line: 0,
             })),
             Event::Ended { lease, ended } => {
                 self.running.remove(&lease.attempt)?;
