@@ -7,6 +7,7 @@
 
 pub mod client;
 mod error;
+pub mod http;
 pub mod journal;
 pub mod pipeline;
 pub mod report;

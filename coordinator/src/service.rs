@@ -29,11 +29,10 @@ use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch as signal};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior, timeout_at};
-use tokio_stream::wrappers::TcpListenerStream;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use crate::{Error, Result};
+use crate::{Error, Result, http};
 pub use adapter::PipelinePlanner;
 use owner::{BATCH, Owner, Request, TICK};
 pub use planner::{Planned, Planner, StageSnapshot};
@@ -124,11 +123,15 @@ impl Coordinator {
                 .await
                 .map_err(|error| Error::Internal(error.to_string()))??
         };
+        let sources = http::Sources {
+            vitals: http::Vitals::default(),
+        };
+        let vitals = sources.vitals.clone();
         let owner = thread::Builder::new().name("espalier-owner".to_owned()).spawn({
             let stop = stop.clone();
             move || {
                 let _lock = lock;
-                let ended = run(opened, inbox);
+                let ended = run(opened, inbox, &vitals);
                 if let Err(error) = ended {
                     tracing::error!(%error, "the coordinator stops");
                     failure.send_replace(Some(error.to_string()));
@@ -137,7 +140,13 @@ impl Coordinator {
             }
         });
         let owner = owner.map_err(|error| Error::Internal(error.to_string()))?;
-        let server = tokio::spawn(serve(listener, requests.clone(), tasks.clone(), stop.clone()));
+        let server = tokio::spawn(serve(
+            listener,
+            requests.clone(),
+            tasks.clone(),
+            stop.clone(),
+            sources,
+        ));
         let ticker = tokio::spawn(tick(requests.clone(), stop.clone()));
         tracing::info!(%address, "the coordinator listens");
         Ok(Handle {
@@ -162,7 +171,7 @@ pub struct Handle {
     stop: CancellationToken,
     tasks: TaskTracker,
     owner: thread::JoinHandle<()>,
-    server: JoinHandle<Result<(), tonic::transport::Error>>,
+    server: JoinHandle<()>,
     ticker: JoinHandle<()>,
 }
 
@@ -221,10 +230,12 @@ fn store_url(options: &CoordinatorOptions) -> Result<String> {
 }
 
 /// Gives the loop its turns until it is told to stop.
-fn run(mut owner: Owner, mut inbox: mpsc::Receiver<Request>) -> Result<()> {
+fn run(mut owner: Owner, mut inbox: mpsc::Receiver<Request>, vitals: &http::Vitals) -> Result<()> {
+    vitals.replayed();
     let mut batch = Vec::with_capacity(BATCH);
     while !owner.is_stopping() && inbox.blocking_recv_many(&mut batch, BATCH) > 0 {
         owner.turn(&mut batch)?;
+        vitals.turned();
     }
     inbox.close();
     Ok(())
@@ -276,7 +287,8 @@ async fn serve(
     requests: mpsc::Sender<Request>,
     tasks: TaskTracker,
     stop: CancellationToken,
-) -> Result<(), tonic::transport::Error> {
+    sources: http::Sources,
+) {
     let jobs = JobsServer::new(jobs::Service {
         requests: requests.clone(),
     })
@@ -289,14 +301,6 @@ async fn serve(
     })
     .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
     .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
-    tonic::transport::Server::builder()
-        .http2_keepalive_interval(Some(Duration::from_secs(10)))
-        .http2_keepalive_timeout(Some(Duration::from_secs(20)))
-        .tcp_nodelay(true)
-        .concurrency_limit_per_connection(256)
-        .max_concurrent_streams(256)
-        .add_service(jobs)
-        .add_service(workers)
-        .serve_with_incoming_shutdown(TcpListenerStream::new(listener), stop.cancelled_owned())
-        .await
+    let grpc = tonic::service::Routes::new(jobs).add_service(workers);
+    http::serve(listener, http::router(sources, grpc), stop).await;
 }
