@@ -78,7 +78,11 @@ impl Vitals {
         let Some(turned) = self.0.turned.load(Ordering::Relaxed).checked_sub(1) else {
             return Ok(());
         };
-        let since = self.0.started.elapsed().saturating_sub(Duration::from_millis(turned));
+        let since = self
+            .0
+            .started
+            .elapsed()
+            .saturating_sub(Duration::from_millis(turned));
         if since < STUCK {
             return Ok(());
         }
@@ -95,7 +99,9 @@ impl Vitals {
             return Err("the term's authority is not held: nothing is promoted".to_owned());
         }
         if self.is_disk_full() {
-            return Err("the coordinator's disk is full: nothing new is taken until there is room".to_owned());
+            return Err(
+                "the coordinator's disk is full: nothing new is taken until there is room".to_owned(),
+            );
         }
         Ok(())
     }

@@ -64,7 +64,10 @@ pub async fn serve(listener: TcpListener, router: Router, stop: CancellationToke
     drop(listener);
     let drained = timeout(DRAIN, async { while connections.join_next().await.is_some() {} });
     if drained.await.is_err() {
-        tracing::info!(connections = connections.len(), "connections that do not end are cut");
+        tracing::info!(
+            connections = connections.len(),
+            "connections that do not end are cut"
+        );
         connections.shutdown().await;
     }
 }
@@ -103,7 +106,9 @@ async fn connection(stream: TcpStream, router: Router, stop: CancellationToken) 
         () = life => {}
     }
     serving.as_mut().graceful_shutdown();
-    timeout(DRAIN, serving).await.map_err(|_| "it did not end in time")?
+    timeout(DRAIN, serving)
+        .await
+        .map_err(|_| "it did not end in time")?
 }
 
 /// Waits until the client has said enough to tell its protocol; takes none of it.
@@ -137,5 +142,9 @@ fn builder(is_http2: bool) -> auto::Builder<TokioExecutor> {
         .http1()
         .timer(TokioTimer::new())
         .header_read_timeout(FIRST_WORDS);
-    if is_http2 { builder.http2_only() } else { builder.http1_only() }
+    if is_http2 {
+        builder.http2_only()
+    } else {
+        builder.http1_only()
+    }
 }
