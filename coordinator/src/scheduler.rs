@@ -11,21 +11,29 @@ mod decide;
 mod effect;
 mod event;
 mod ids;
+mod index;
 mod invariants;
+mod job;
 mod placement;
+#[cfg(feature = "planted-bugs")]
+pub mod planted;
 mod retry;
 mod state;
+mod task;
 #[cfg(test)]
 mod tests;
+mod why;
+mod worker;
 
 pub use apply::apply;
 pub use command::{Command, Introduction, Now, Rejection, StagePlan, TaskPlan};
 pub use decide::decide;
 pub use effect::{Effect, effects, resume};
-pub use event::{Event, StageRecord, TaskRecord};
-pub use ids::{AttemptId, Epoch, JobId, Lease, Payload, TaskId, Term, WorkerId};
-pub use invariants::check;
-pub use retry::{Budget, Failures};
-pub use state::{
-    Attempt, Device, DeviceInfo, Job, JobPhase, Stage, Standing, State, Task, TaskPhase, Worker,
-};
+pub use event::{Event, RankRecord, StageRecord, TaskRecord};
+pub use ids::{AttemptId, Epoch, JobId, Lease, Name, Payload, TaskId, Term, WorkerId};
+pub use invariants::{check, check_touched};
+pub use job::{Ended, Job, JobPhase, Pause, Retry, Stage, Summary};
+pub use retry::{Budget, Failures, retry_pause};
+pub use state::{Release, State};
+pub use task::{Attempt, Evidence, Gang, GangPlace, Needs, Rank, RankPhase, Task, TaskPhase, Trouble};
+pub use worker::{Cordon, Device, DeviceInfo, Standing, Worker};

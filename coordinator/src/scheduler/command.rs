@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use espalier_proto::task::Failure;
 
-use super::{DeviceInfo, Epoch, JobId, Lease, Payload, WorkerId};
+use super::{DeviceInfo, Epoch, JobId, Lease, Needs, Payload, TaskId, WorkerId};
 
 /// The time a decision is made at. Wall clock, for display only: no decision hangs on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,6 +24,9 @@ pub struct StagePlan {
     pub decision: Option<Payload>,
     /// The same for people, one line; empty when nothing was.
     pub note: String,
+    /// Whether what it makes lies in the job's output: it is forgotten when a failed job is retried, with
+    /// every stage after it.
+    pub in_output: bool,
     /// Its tasks, at least one.
     pub tasks: Vec<TaskPlan>,
 }
@@ -37,6 +40,8 @@ pub struct TaskPlan {
     pub payload: Payload,
     /// Whether nothing else may run on its host meanwhile, because it measures time.
     pub exclusive: bool,
+    /// What it runs on.
+    pub needs: Needs,
 }
 
 /// A worker as it introduced itself.
@@ -69,6 +74,32 @@ pub enum Command {
         output: String,
         /// The kind of device its tasks need.
         device_kind: String,
+        /// Higher goes first; −100 to 100.
+        priority: i32,
+    },
+    /// A user holds a job: what runs is let end, nothing more starts.
+    Pause {
+        /// Which.
+        job: JobId,
+        /// One line.
+        reason: String,
+    },
+    /// A user lets a paused job go on.
+    Resume {
+        /// Which.
+        job: JobId,
+    },
+    /// A user lets a failed job go on from where it failed.
+    Retry {
+        /// Which.
+        job: JobId,
+        /// So that a retry sent twice is one.
+        request_id: Option<String>,
+    },
+    /// The archive of an ended job is durable.
+    Archived {
+        /// Which.
+        job: JobId,
     },
     /// A user cancels a job.
     Cancel {
@@ -121,6 +152,32 @@ pub enum Command {
         /// Its incarnation.
         epoch: Epoch,
     },
+    /// A user gives a worker nothing more.
+    Cordon {
+        /// Which.
+        worker: WorkerId,
+        /// One line.
+        reason: String,
+    },
+    /// A user gives a worker work again.
+    Uncordon {
+        /// Which.
+        worker: WorkerId,
+    },
+    /// A user asks a worker to hand back what it runs and to leave.
+    Drain {
+        /// Which.
+        worker: WorkerId,
+        /// One line.
+        reason: String,
+    },
+    /// A user wants a worker's children replaced.
+    RestartWorker {
+        /// Which.
+        worker: WorkerId,
+        /// One line.
+        reason: String,
+    },
     /// Nothing was heard from a worker for too long.
     WorkerSilent {
         /// Which.
@@ -146,7 +203,16 @@ pub enum Command {
         /// Why.
         failure: Failure,
     },
-    /// A cancelled attempt stopped.
+    /// A rank of a gang stands ready.
+    Prepared {
+        /// By whom.
+        worker: WorkerId,
+        /// Which attempt.
+        lease: Lease,
+        /// Where the other ranks reach it: `host:port`.
+        address: String,
+    },
+    /// An attempt stopped: it was cancelled, or the worker gave it up by itself, as when it drains.
     Stopped {
         /// By whom.
         worker: WorkerId,
@@ -157,6 +223,8 @@ pub enum Command {
     Dispatch {
         /// Workers that cannot be told at the moment, and so get nothing new.
         absent: BTreeSet<WorkerId>,
+        /// Tasks that rest after a failure: see [`super::retry_pause`].
+        resting: BTreeSet<TaskId>,
     },
 }
 
@@ -166,6 +234,17 @@ pub enum Rejection {
     /// The job does not exist.
     #[error("there is no {0}")]
     NoSuchJob(JobId),
+    /// The worker does not exist.
+    #[error("there is no worker {0}")]
+    NoSuchWorker(WorkerId),
+    /// The worker is not there to be asked.
+    #[error("worker `{name}` {standing}")]
+    WorkerGone {
+        /// Its name.
+        name: String,
+        /// What became of it.
+        standing: &'static str,
+    },
     /// The request id was used before.
     #[error("request id `{request_id}` was used for {job} with another spec: choose a new one")]
     RequestIdTaken {
@@ -191,6 +270,14 @@ pub enum Rejection {
         /// Which.
         job: JobId,
         /// How.
+        phase: &'static str,
+    },
+    /// Only a job that failed can be retried.
+    #[error("{job} has {phase}: only a job that failed, and has stopped, can be retried")]
+    NotFailed {
+        /// Which.
+        job: JobId,
+        /// Where it stands.
         phase: &'static str,
     },
     /// Said by somebody who no longer has the right to.

@@ -6,7 +6,7 @@
 use espalier_proto::task::Failure;
 use serde::{Deserialize, Serialize};
 
-use super::{AttemptId, DeviceInfo, Epoch, JobId, Payload, TaskId, Term, WorkerId};
+use super::{AttemptId, DeviceInfo, Epoch, JobId, Name, Needs, Payload, TaskId, Term, WorkerId};
 
 /// A stage as it was planned.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,6 +19,9 @@ pub struct StageRecord {
     pub decision: Option<Payload>,
     /// The same for people.
     pub note: String,
+    /// Whether what it makes lies in the job's output.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub in_output: bool,
     /// Its tasks.
     pub tasks: Vec<TaskRecord>,
 }
@@ -34,9 +37,24 @@ pub struct TaskRecord {
     pub payload: Payload,
     /// Whether nothing else may run on its host meanwhile.
     pub exclusive: bool,
+    /// What it runs on.
+    #[serde(default, skip_serializing_if = "Needs::is_default")]
+    pub needs: Needs,
 }
 
-/// Something that happened. Times are milliseconds since 1970, for display.
+/// A rank's attempt and where it runs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankRecord {
+    /// Its attempt.
+    pub attempt: AttemptId,
+    /// Where it runs.
+    pub worker: WorkerId,
+    /// On which of that worker's devices.
+    pub device: Name,
+}
+
+/// Something that happened. Times are milliseconds since 1970, for display. Events of an attempt name its
+/// task too; 0 in journals of builds before.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 #[allow(missing_docs)] // the fields are what the variants' docs say
@@ -51,6 +69,19 @@ pub enum Event {
         parent: String,
         output: String,
         device_kind: String,
+        #[serde(default)]
+        priority: i32,
+        at: i64,
+    },
+    /// Nothing more of the job starts.
+    JobPaused { job: JobId, reason: String, at: i64 },
+    /// A paused job goes on.
+    JobResumed { job: JobId, at: i64 },
+    /// A failed job goes on: what is done stays done, budgets begin again, and stages that wrote to its
+    /// output are forgotten, to be planned anew.
+    JobRetried {
+        job: JobId,
+        request_id: Option<String>,
         at: i64,
     },
     /// Stages became ready, after the planner had seen `revision` results.
@@ -69,6 +100,8 @@ pub enum Event {
     JobCancelled { job: JobId, reason: String, at: i64 },
     /// What an ended job had half-written is gone.
     PartialRemoved { job: JobId },
+    /// The archive of an ended job is durable: its tasks leave the state.
+    JobArchived { job: JobId, at: i64 },
     /// A worker came, or came back as a new incarnation.
     WorkerJoined {
         worker: WorkerId,
@@ -79,37 +112,106 @@ pub enum Event {
     },
     /// A worker that was lost or leaving came back as the same incarnation.
     WorkerReturned { worker: WorkerId },
-    /// A worker gets nothing more.
-    WorkerLeaving { worker: WorkerId },
+    /// A worker gets nothing more: it wants to leave, or a user asked it to, with a reason.
+    WorkerLeaving {
+        worker: WorkerId,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        drain: Option<String>,
+    },
     /// A worker was given up.
     WorkerLost { worker: WorkerId },
+    /// A worker gets nothing more until it is uncordoned.
+    WorkerCordoned {
+        worker: WorkerId,
+        reason: String,
+        by_rule: bool,
+        at: i64,
+    },
+    /// A worker gets work again.
+    WorkerUncordoned { worker: WorkerId, at: i64 },
+    /// A user wants a worker's children replaced.
+    WorkerRestartAsked {
+        worker: WorkerId,
+        reason: String,
+        at: i64,
+    },
     /// A task was handed to a device.
     AttemptStarted {
         attempt: AttemptId,
         task: TaskId,
         worker: WorkerId,
-        device: String,
+        device: Name,
         at: i64,
     },
-    /// A result was taken.
+    /// A result was taken: the task is done.
     AttemptCompleted {
         attempt: AttemptId,
+        #[serde(default)]
+        task: TaskId,
         output: Payload,
         at: i64,
     },
-    /// A failure was taken; with `retry` the task waits again.
+    /// A failure was taken; with `retry` the task waits again, of a gang once all its ranks have stopped.
     AttemptFailed {
         attempt: AttemptId,
+        #[serde(default)]
+        task: TaskId,
         failure: Failure,
         retry: bool,
         at: i64,
     },
-    /// The attempt went down with its worker; with `retry` the task waits again.
+    /// The attempt went down with its worker; `retry` as for a failure.
     AttemptLost {
         attempt: AttemptId,
+        #[serde(default)]
+        task: TaskId,
         retry: bool,
         at: i64,
     },
-    /// An attempt of an ended job is over.
-    AttemptStopped { attempt: AttemptId },
+    /// The worker gave the attempt up by itself, as when it drains: nobody's fault, the task waits again.
+    AttemptHandedBack {
+        attempt: AttemptId,
+        task: TaskId,
+        at: i64,
+    },
+    /// A cancelled attempt is over: of an ended job, or of a gang that another rank ended.
+    AttemptStopped {
+        attempt: AttemptId,
+        #[serde(default)]
+        task: TaskId,
+    },
+    /// A task was handed to as many devices as it has ranks, in their order.
+    GangFormed {
+        task: TaskId,
+        generation: u64,
+        ranks: Vec<RankRecord>,
+        at: i64,
+    },
+    /// A rank can be reached.
+    RankPrepared {
+        attempt: AttemptId,
+        task: TaskId,
+        address: String,
+    },
+    /// Every rank can be reached, and begins.
+    GangReleased {
+        task: TaskId,
+        generation: u64,
+        addresses: Vec<String>,
+    },
+    /// A rank ended well; rank 0's output is the task's, the others' are empty.
+    RankCompleted {
+        attempt: AttemptId,
+        task: TaskId,
+        output: Payload,
+        at: i64,
+    },
+    /// No rank of the generation holds a device any more. `completed`: all ended well and the task is done;
+    /// else it waits again.
+    GangEnded {
+        task: TaskId,
+        generation: u64,
+        completed: bool,
+        at: i64,
+    },
 }

@@ -1,106 +1,121 @@
-//! What must hold in every state that [`super::apply`] can reach. Tests and the simulation call it.
+//! What must hold in every state that [`super::apply`] can reach. Tests and the simulation call it: after
+//! every event for what it touched, and now and then for the whole.
 
-use std::collections::BTreeMap;
+mod one;
 
-use super::{Standing, State, TaskPhase};
+use super::index::Index;
+use super::{Event, State, TaskId, WorkerId};
 
 /// Checks a whole state.
 ///
 /// # Errors
 /// The first rule that is broken, with its evidence.
 pub fn check(state: &State) -> Result<(), String> {
-    tasks(state)?;
-    attempts(state)?;
-    devices(state)?;
-    hosts(state)
-}
-
-fn tasks(state: &State) -> Result<(), String> {
-    for task in state.tasks.values() {
-        let waits = state.ready.contains(&task.id);
-        if waits != matches!(task.phase, TaskPhase::Waiting) {
-            return Err(format!("task {} is {:?} but waits: {waits}", task.id, task.phase));
-        }
-        let live = state
-            .attempts()
-            .filter(|attempt| attempt.task == task.id && !attempt.cancelled)
-            .map(|attempt| attempt.lease.attempt)
-            .collect::<Vec<_>>();
-        let expected = match &task.phase {
-            TaskPhase::Running { attempt } => vec![*attempt],
-            _ => Vec::new(),
-        };
-        if live != expected {
-            return Err(format!(
-                "task {} is {:?} with attempts {live:?}",
-                task.id, task.phase
-            ));
-        }
-        let Some(job) = state.job(task.job) else {
-            return Err(format!("task {} has no job", task.id));
-        };
-        let open = matches!(task.phase, TaskPhase::Waiting | TaskPhase::Running { .. });
-        if open && job.phase.is_terminal() {
-            return Err(format!(
-                "task {} is {:?} in an ended {}",
-                task.id, task.phase, job.id
-            ));
-        }
-        if matches!(task.phase, TaskPhase::Failed) && !job.phase.is_terminal() {
-            return Err(format!("task {} failed but {} goes on", task.id, job.id));
-        }
+    for job in state.jobs() {
+        one::job(state, job)?;
     }
-    Ok(())
-}
-
-fn attempts(state: &State) -> Result<(), String> {
+    for task in state.tasks() {
+        one::task(state, task)?;
+    }
     for attempt in state.attempts() {
-        let Some(worker) = state.worker(attempt.worker) else {
-            return Err(format!("attempt {} has no worker", attempt.lease.attempt));
-        };
-        if worker.standing == Standing::Lost || worker.epoch != attempt.lease.epoch {
-            return Err(format!("attempt {} outlives its worker", attempt.lease.attempt));
-        }
-        let held = worker
-            .devices
-            .iter()
-            .find(|device| device.info.id == attempt.device);
-        if held.is_none_or(|device| device.attempt != Some(attempt.lease.attempt)) {
-            return Err(format!(
-                "attempt {} does not hold its device",
-                attempt.lease.attempt
-            ));
-        }
+        one::attempt(state, attempt)?;
     }
-    Ok(())
-}
-
-fn devices(state: &State) -> Result<(), String> {
     for worker in state.workers() {
-        for attempt in worker.devices.iter().filter_map(|device| device.attempt) {
-            if state.attempt(attempt).is_none() {
-                return Err(format!("a device of {} is held by ended {attempt}", worker.name));
-            }
+        one::worker(state, worker)?;
+    }
+    for host in state.index.hosts.keys() {
+        one::host(state, host)?;
+    }
+    index(state)
+}
+
+/// Checks what an event, already applied, touched. Costs as much as that.
+///
+/// # Errors
+/// The first rule that is broken, with its evidence.
+pub fn check_touched(state: &State, event: &Event) -> Result<(), String> {
+    let (tasks, workers) = touched(state, event);
+    for task in tasks.iter().filter_map(|task| state.task(*task)) {
+        one::task(state, task)?;
+        if let Some(job) = state.job(task.job) {
+            one::job(state, job)?;
+        }
+    }
+    for worker in workers.iter().filter_map(|worker| state.worker(*worker)) {
+        one::worker(state, worker)?;
+        one::host(state, &worker.host)?;
+        for attempt in state.attempts_on(worker.id) {
+            one::attempt(state, attempt)?;
         }
     }
     Ok(())
 }
 
-fn hosts(state: &State) -> Result<(), String> {
-    let mut running: BTreeMap<&str, (usize, bool)> = BTreeMap::new();
-    for attempt in state.attempts() {
-        let Some(worker) = state.worker(attempt.worker) else {
-            continue;
-        };
-        let (count, exclusive) = running.entry(worker.host.as_str()).or_default();
-        *count += 1;
-        *exclusive |= attempt.exclusive;
+fn touched(state: &State, event: &Event) -> (Vec<TaskId>, Vec<WorkerId>) {
+    let worker_of = |attempt| state.attempt(attempt).map(|held| held.worker);
+    match event {
+        Event::WorkerJoined { worker, .. }
+        | Event::WorkerReturned { worker }
+        | Event::WorkerLeaving { worker, .. }
+        | Event::WorkerLost { worker }
+        | Event::WorkerCordoned { worker, .. }
+        | Event::WorkerUncordoned { worker, .. }
+        | Event::WorkerRestartAsked { worker, .. } => (Vec::new(), vec![*worker]),
+        Event::AttemptStarted { task, worker, .. } => (vec![*task], vec![*worker]),
+        Event::GangFormed { task, ranks, .. } => {
+            let workers = ranks.iter().map(|rank| rank.worker);
+            (vec![*task], workers.collect())
+        }
+        Event::RankPrepared { attempt, task, .. } => (vec![*task], worker_of(*attempt).into_iter().collect()),
+        Event::AttemptCompleted { task, .. }
+        | Event::AttemptFailed { task, .. }
+        | Event::AttemptLost { task, .. }
+        | Event::AttemptHandedBack { task, .. }
+        | Event::AttemptStopped { task, .. }
+        | Event::RankCompleted { task, .. }
+        | Event::GangReleased { task, .. }
+        | Event::GangEnded { task, .. } => (vec![*task], Vec::new()),
+        Event::StagesPlanned { stages, .. } => {
+            let first = stages.iter().filter_map(|stage| stage.tasks.first());
+            (first.map(|task| task.id).collect(), Vec::new())
+        }
+        Event::JobFailed { job, .. } | Event::JobCancelled { job, .. } => {
+            let workers = state.attempts_of(*job).map(|attempt| attempt.worker);
+            (Vec::new(), workers.collect())
+        }
+        Event::TermBegan { .. }
+        | Event::JobSubmitted { .. }
+        | Event::JobPaused { .. }
+        | Event::JobResumed { .. }
+        | Event::JobRetried { .. }
+        | Event::OutcomeReached { .. }
+        | Event::JobSucceeded { .. }
+        | Event::PartialRemoved { .. }
+        | Event::JobArchived { .. } => (Vec::new(), Vec::new()),
     }
-    match running
-        .iter()
-        .find(|(_, (count, exclusive))| *exclusive && *count > 1)
-    {
-        Some((host, _)) => Err(format!("host {host} measures while something else runs")),
-        None => Ok(()),
+}
+
+/// What is derived equals its definition.
+fn index(state: &State) -> Result<(), String> {
+    let defined = Index::of(state);
+    if defined == state.index {
+        return Ok(());
     }
+    let differing = [
+        ("waiting", defined.waiting != state.index.waiting),
+        ("held", defined.held != state.index.held),
+        ("free", defined.free != state.index.free),
+        ("hosts", defined.hosts != state.index.hosts),
+        ("of_job", defined.of_job != state.index.of_job),
+        ("of_worker", defined.of_worker != state.index.of_worker),
+        ("completed", defined.completed != state.index.completed),
+        ("worker_names", defined.worker_names != state.index.worker_names),
+        ("request_ids", defined.request_ids != state.index.request_ids),
+    ];
+    let names = differing.iter().filter(|(_, differs)| *differs);
+    let names: Vec<&str> = names.map(|(name, _)| *name).collect();
+    Err(format!(
+        "the index differs from its definition in {}",
+        names.join(", ")
+    ))
 }

@@ -1,143 +1,156 @@
 //! Which waiting task goes to which free device.
 //!
-//! Tasks are handed out in the order of their ids, so an earlier job goes first. A device whose child
-//! already holds the same job and executor is preferred, then one that holds the job. A task that
-//! measures time gets its host for itself: while one waits and no host is quiet, the host with the
-//! fewest attempts takes nothing new, so that it becomes quiet.
+//! Tasks are handed out in their turn: the higher priority first, then the older job, then the older task.
+//! A device whose child already holds the same job and executor is preferred, then one that holds the job.
+//! A task that measures time gets its host for itself: while one waits and no host is quiet, the host with
+//! the fewest attempts takes nothing new, so that it becomes quiet. A gang is placed whole or not at all;
+//! the first that waits keeps what is free of its kind from those behind it, so that it is served in the
+//! end. Holds last for one decision and go by turn, so no two tasks can wait for each other.
+//!
+//! Tasks that ask for the same stand in one line: where one finds no place, the line is done. So a decision
+//! costs what is free and what is placed, however many wait.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod room;
 
-use super::{AttemptId, Device, Event, Now, Standing, State, Task, TaskId, Worker, WorkerId};
+use std::cmp::Reverse;
+use std::collections::{BTreeSet, BinaryHeap, btree_set};
 
-struct Free<'a> {
-    worker: &'a Worker,
-    device: &'a Device,
-}
+use room::{Room, Slot};
 
-#[derive(Default)]
-struct Host {
-    running: usize,
-    exclusive: bool,
-    held: bool,
-}
+use super::index::{Class, Turn};
+use super::{AttemptId, Event, Now, RankRecord, State, Task, TaskId, WorkerId};
 
 /// Hands waiting tasks to free devices.
-pub fn place(state: &State, absent: &BTreeSet<WorkerId>, now: Now) -> Vec<Event> {
-    let mut free: BTreeMap<(WorkerId, &str), Free<'_>> = free_devices(state, absent);
-    let mut hosts = hosts(state);
-    let mut events = Vec::new();
-    let mut attempt: AttemptId = state.next_attempt();
-    for task in state.ready.iter().filter_map(|task| state.task(*task)) {
-        if free.is_empty() {
-            break;
-        }
-        let Some((worker, device)) = choose(state, task, &free, &hosts) else {
-            if task.exclusive {
-                hold_a_host(state, task, &free, &mut hosts);
+pub fn place(state: &State, absent: &BTreeSet<WorkerId>, resting: &BTreeSet<TaskId>, now: Now) -> Vec<Event> {
+    if state.index.free.is_empty() || state.index.waiting.is_empty() {
+        return Vec::new();
+    }
+    let mut lines = Lines::new(state, resting);
+    let mut room = Room::new(state, absent);
+    let mut hand = Hand {
+        next: state.last_attempt.next(),
+        at: now.unix_ms,
+        events: Vec::new(),
+    };
+    while let Some((line, class, task)) = lines.first(state) {
+        let slots = if class.ranks > 1 {
+            room.find_gang(class, task)
+        } else {
+            room.find(class, task).map(|slot| vec![slot])
+        };
+        match slots {
+            Some(slots) => {
+                slots.iter().for_each(|slot| room.take(*slot, class));
+                hand.out(state, task, class, &slots);
+                lines.advance(line);
             }
-            continue;
-        };
-        if let Some(taken) = free.remove(&(worker, device)) {
-            let host = hosts.entry(taken.worker.host.as_str()).or_default();
-            host.running = host.running.saturating_add(1);
-            host.exclusive |= task.exclusive;
-        }
-        let (task, at): (TaskId, i64) = (task.id, now.unix_ms);
-        events.push(Event::AttemptStarted {
-            attempt,
-            task,
-            worker,
-            device: device.to_owned(),
-            at,
-        });
-        attempt = attempt.next();
-    }
-    events
-}
-
-fn free_devices<'a>(
-    state: &'a State,
-    absent: &BTreeSet<WorkerId>,
-) -> BTreeMap<(WorkerId, &'a str), Free<'a>> {
-    let mut free = BTreeMap::new();
-    let able = |worker: &&Worker| worker.standing == Standing::Present && !absent.contains(&worker.id);
-    for worker in state.workers().filter(able) {
-        for device in worker.devices.iter().filter(|device| device.attempt.is_none()) {
-            free.insert((worker.id, device.info.id.as_str()), Free { worker, device });
+            None => {
+                if class.ranks > 1 {
+                    room.hold_for_gang(class);
+                } else if class.exclusive {
+                    room.hold_a_host(class);
+                }
+                lines.close();
+            }
         }
     }
-    free
+    hand.events
 }
 
-fn hosts(state: &State) -> BTreeMap<&str, Host> {
-    let mut hosts: BTreeMap<&str, Host> = BTreeMap::new();
-    for attempt in state.attempts() {
-        let Some(worker) = state.worker(attempt.worker) else {
-            continue;
+/// Who comes next, over all lines.
+struct Lines<'a> {
+    classes: Vec<(&'a Class, btree_set::Iter<'a, Turn>)>,
+    heads: BinaryHeap<Reverse<(Turn, usize)>>,
+    resting: &'a BTreeSet<TaskId>,
+}
+
+impl<'a> Lines<'a> {
+    fn new(state: &'a State, resting: &'a BTreeSet<TaskId>) -> Self {
+        let classes: Vec<_> = state
+            .index
+            .waiting
+            .iter()
+            .filter(|(class, _)| state.index.free.contains_key(&class.device_kind))
+            .map(|(class, queue)| (class, queue.iter()))
+            .collect();
+        let mut lines = Self {
+            heads: BinaryHeap::with_capacity(classes.len()),
+            classes,
+            resting,
         };
-        let host = hosts.entry(worker.host.as_str()).or_default();
-        host.running = host.running.saturating_add(1);
-        host.exclusive |= attempt.exclusive;
+        for line in 0..lines.classes.len() {
+            lines.enter(line);
+        }
+        lines
     }
-    hosts
-}
 
-fn choose<'a>(
-    state: &State,
-    task: &Task,
-    free: &BTreeMap<(WorkerId, &'a str), Free<'a>>,
-    hosts: &BTreeMap<&str, Host>,
-) -> Option<(WorkerId, &'a str)> {
-    let fits = free.iter().filter(|(_, candidate)| {
-        let host = hosts.get(candidate.worker.host.as_str());
-        let quiet = host.is_none_or(|host| host.running == 0);
-        let open = host.is_none_or(|host| !host.exclusive && !host.held);
-        kind_fits(state, task, candidate) && if task.exclusive { quiet } else { open }
-    });
-    fits.min_by_key(|((worker, _), candidate)| {
-        (
-            task.failed_on == Some(*worker),
-            strangeness(task, candidate.device),
-        )
-    })
-    .map(|(key, _)| *key)
-}
+    /// Lets the next of a line stand with the heads.
+    fn enter(&mut self, line: usize) {
+        let resting = self.resting;
+        let Some((_, queue)) = self.classes.get_mut(line) else {
+            return;
+        };
+        if let Some(turn) = queue.find(|turn| !resting.contains(&turn.task)) {
+            self.heads.push(Reverse((*turn, line)));
+        }
+    }
 
-fn kind_fits(state: &State, task: &Task, candidate: &Free<'_>) -> bool {
-    state
-        .job(task.job)
-        .is_some_and(|job| job.device_kind == candidate.device.info.kind)
-}
+    fn first(&self, state: &'a State) -> Option<(usize, &'a Class, &'a Task)> {
+        let Reverse((turn, line)) = self.heads.peek()?;
+        let (class, _) = self.classes.get(*line)?;
+        Some((*line, class, state.task(turn.task)?))
+    }
 
-/// How much a device's child would have to change to run the task.
-fn strangeness(task: &Task, device: &Device) -> u8 {
-    match &device.last {
-        Some((job, kind)) if *job == task.job && *kind == task.kind => 0,
-        Some((job, _)) if *job == task.job => 1,
-        None => 2,
-        Some(_) => 3,
+    /// The head has been served.
+    fn advance(&mut self, line: usize) {
+        self.heads.pop();
+        self.enter(line);
+    }
+
+    /// The head cannot be served, and so nobody behind it.
+    fn close(&mut self) {
+        self.heads.pop();
     }
 }
 
-fn hold_a_host<'a>(
-    state: &'a State,
-    task: &Task,
-    free: &BTreeMap<(WorkerId, &'a str), Free<'a>>,
-    hosts: &mut BTreeMap<&'a str, Host>,
-) {
-    let waiting_for_one = hosts.values().any(|host| host.held);
-    if waiting_for_one {
-        return;
-    }
-    let able: BTreeSet<&str> = free
-        .values()
-        .filter(|candidate| kind_fits(state, task, candidate))
-        .map(|candidate| candidate.worker.host.as_str())
-        .collect();
-    let fewest = able
-        .into_iter()
-        .min_by_key(|host| hosts.get(host).map_or(0, |host| host.running));
-    if let Some(host) = fewest {
-        hosts.entry(host).or_default().held = true;
+/// Gives out attempts.
+struct Hand {
+    next: AttemptId,
+    at: i64,
+    events: Vec<Event>,
+}
+
+impl Hand {
+    fn out(&mut self, state: &State, task: &Task, class: &Class, slots: &[Slot]) {
+        let mut records = Vec::with_capacity(slots.len());
+        for slot in slots {
+            let Some(device) = room::device_at(state, *slot) else {
+                return;
+            };
+            records.push(RankRecord {
+                attempt: self.next,
+                worker: slot.0,
+                device: device.info.id.clone(),
+            });
+            self.next = self.next.next();
+        }
+        if class.ranks > 1 {
+            self.events.push(Event::GangFormed {
+                task: task.id,
+                generation: task.generation.saturating_add(1),
+                ranks: records,
+                at: self.at,
+            });
+            return;
+        }
+        for record in records {
+            self.events.push(Event::AttemptStarted {
+                attempt: record.attempt,
+                task: task.id,
+                worker: record.worker,
+                device: record.device,
+                at: self.at,
+            });
+        }
     }
 }

@@ -1,5 +1,7 @@
 //! How often a task may fail, by kind of failure. Counters are state and survive a restart.
 
+use std::time::Duration;
+
 use espalier_proto::task::FailureKind;
 use serde::{Deserialize, Serialize};
 
@@ -20,10 +22,13 @@ pub struct Failures {
     pub too_noisy: u32,
     /// The worker was lost.
     pub worker_lost: u32,
+    /// The worker gave it up by itself, as when it drains. Free.
+    #[serde(default)]
+    pub handed_back: u32,
 }
 
 impl Failures {
-    /// All but lost workers, which are nobody's fault.
+    /// All but lost workers and what was handed back, which are nobody's fault.
     pub fn own(&self) -> u32 {
         [
             self.invalid,
@@ -47,6 +52,18 @@ impl Failures {
             FailureKind::Hung => self.hung,
             FailureKind::TooNoisy => self.too_noisy,
         }
+    }
+
+    /// Whether no counter is below the earlier one.
+    pub fn covers(&self, earlier: &Self) -> bool {
+        self.invalid >= earlier.invalid
+            && self.error >= earlier.error
+            && self.out_of_memory >= earlier.out_of_memory
+            && self.crashed >= earlier.crashed
+            && self.hung >= earlier.hung
+            && self.too_noisy >= earlier.too_noisy
+            && self.worker_lost >= earlier.worker_lost
+            && self.handed_back >= earlier.handed_back
     }
 
     pub(super) fn count(&mut self, kind: FailureKind) {
@@ -87,5 +104,26 @@ impl Budget {
     /// Whether a task with these failures may be tried again after losing one more worker.
     pub fn allows_loss(failures: &Failures) -> bool {
         failures.worker_lost < Self::WORKER_LOST
+    }
+}
+
+/// How long a task rests after its newest failure: a second, doubling with each failure up to a minute.
+/// Nothing after a lost worker or when it was handed back.
+pub fn retry_pause(failures: &Failures) -> Duration {
+    const LONGEST: Duration = Duration::from_secs(60);
+    match failures.own().checked_sub(1) {
+        None => Duration::ZERO,
+        Some(doublings) => {
+            let factor = 1_u32.checked_shl(doublings.min(6)).unwrap_or(u32::MAX);
+            Duration::from_secs(1).saturating_mul(factor).min(LONGEST)
+        }
+    }
+}
+
+/// Whether a failure speaks against the task or the worker: it is neither the input nor the measurement.
+pub(super) fn is_evidence(kind: FailureKind) -> bool {
+    match kind {
+        FailureKind::Error | FailureKind::Crashed | FailureKind::Hung | FailureKind::OutOfMemory => true,
+        FailureKind::Invalid | FailureKind::TooNoisy => false,
     }
 }

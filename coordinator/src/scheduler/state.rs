@@ -1,26 +1,57 @@
 //! All that the scheduler knows. Only [`super::apply`] changes it.
+//!
+//! It is serde: a snapshot is its JSON. What can be derived ([`Index`]) is left out and built again.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::{AttemptId, Epoch, Failures, JobId, Lease, Payload, TaskId, Term, WorkerId};
+use super::index::{Class, Index, Turn};
+use super::{
+    Attempt, AttemptId, Job, JobId, Name, Stage, Summary, Task, TaskId, TaskPhase, Term, Worker, WorkerId,
+};
 
 /// Jobs, tasks, attempts and workers.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(remote = "Self", default)]
 pub struct State {
     pub(super) term: Term,
+    pub(super) last_job: JobId,
+    pub(super) last_task: TaskId,
+    pub(super) last_attempt: AttemptId,
     pub(super) jobs: BTreeMap<JobId, Job>,
-    pub(super) tasks: BTreeMap<TaskId, Task>,
+    /// Tasks of jobs that are not archived. Boxed, so that the tree's half-empty nodes cost little.
+    pub(super) tasks: BTreeMap<TaskId, Box<Task>>,
     /// Attempts that hold a device.
     pub(super) attempts: BTreeMap<AttemptId, Attempt>,
-    /// The task of every attempt ever made: attempt n at n − 1.
-    pub(super) attempt_tasks: Vec<TaskId>,
     pub(super) workers: BTreeMap<WorkerId, Worker>,
-    pub(super) worker_names: BTreeMap<String, WorkerId>,
-    pub(super) request_ids: BTreeMap<String, JobId>,
-    /// Tasks that wait for a device, in the order they are handed out.
-    pub(super) ready: BTreeSet<TaskId>,
+    /// Jobs whose tasks have left.
+    pub(super) archived: BTreeMap<JobId, Summary>,
+    #[serde(skip)]
+    pub(super) index: Index,
+}
+
+impl Serialize for State {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        Self::serialize(self, serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for State {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut state = Self::deserialize(deserializer)?;
+        state.reindex();
+        Ok(state)
+    }
+}
+
+/// What every rank of a gang is told when it begins.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Release {
+    /// Names the communicator: a fresh one for every generation.
+    pub communicator: String,
+    /// Addresses of all ranks, in their order.
+    pub addresses: Vec<String>,
 }
 
 impl State {
@@ -29,24 +60,53 @@ impl State {
         self.term
     }
 
-    /// Every job, the oldest first.
+    /// Every job that is not archived, the oldest first.
     pub fn jobs(&self) -> impl DoubleEndedIterator<Item = &Job> {
         self.jobs.values()
     }
 
-    /// One job.
+    /// One job that is not archived.
     pub fn job(&self, job: JobId) -> Option<&Job> {
         self.jobs.get(&job)
     }
 
-    /// One task.
+    /// The newest job ever submitted; 0 before the first.
+    pub fn last_job(&self) -> JobId {
+        self.last_job
+    }
+
+    /// Jobs whose tasks have left the state, the oldest first.
+    pub fn archived(&self) -> impl DoubleEndedIterator<Item = &Summary> {
+        self.archived.values()
+    }
+
+    /// What is left of an archived job.
+    pub fn summary(&self, job: JobId) -> Option<&Summary> {
+        self.archived.get(&job)
+    }
+
+    /// Jobs that are over, of which nothing runs or lies about: they can be archived. The oldest first.
+    pub fn archivable(&self) -> impl Iterator<Item = &Job> {
+        self.jobs.values().filter(|job| self.is_archivable(job))
+    }
+
+    pub(super) fn is_archivable(&self, job: &Job) -> bool {
+        job.phase.is_terminal() && !job.wants_removal() && self.attempts_of(job.id).next().is_none()
+    }
+
+    /// Every task that is not archived.
+    pub fn tasks(&self) -> impl Iterator<Item = &Task> {
+        self.tasks.values().map(AsRef::as_ref)
+    }
+
+    /// One task that is not archived.
     pub fn task(&self, task: TaskId) -> Option<&Task> {
-        self.tasks.get(&task)
+        self.tasks.get(&task).map(AsRef::as_ref)
     }
 
     /// The tasks of a stage that exist, in order.
     pub fn stage_tasks<'a>(&'a self, stage: &'a Stage) -> impl Iterator<Item = &'a Task> {
-        stage.tasks.iter().filter_map(|task| self.tasks.get(task))
+        stage.tasks.iter().filter_map(|task| self.task(*task))
     }
 
     /// Attempts that hold a device.
@@ -61,7 +121,14 @@ impl State {
 
     /// Attempts that hold a device for this job.
     pub fn attempts_of(&self, job: JobId) -> impl Iterator<Item = &Attempt> {
-        self.attempts.values().filter(move |attempt| attempt.job == job)
+        let ids = self.index.of_job.get(&job).into_iter().flatten();
+        ids.filter_map(|attempt| self.attempts.get(attempt))
+    }
+
+    /// Attempts that hold a device of this worker.
+    pub fn attempts_on(&self, worker: WorkerId) -> impl Iterator<Item = &Attempt> {
+        let ids = self.index.of_worker.get(&worker).into_iter().flatten();
+        ids.filter_map(|attempt| self.attempts.get(attempt))
     }
 
     /// Every worker ever seen.
@@ -76,276 +143,92 @@ impl State {
 
     /// The worker of this name.
     pub fn worker_named(&self, name: &str) -> Option<&Worker> {
-        self.worker_names
-            .get(name)
-            .and_then(|worker| self.workers.get(worker))
+        let worker = self.index.worker_names.get(name)?;
+        self.workers.get(worker)
     }
 
     /// Whether a submission with this request id was taken.
     pub fn knows_request(&self, request_id: &str) -> bool {
-        self.request_ids.contains_key(request_id)
+        self.index.request_ids.contains_key(request_id)
     }
 
-    /// Tasks that wait for a device.
+    /// Tasks that wait for a device, those of paused jobs left out.
     pub fn waiting(&self) -> usize {
-        self.ready.len()
+        self.index.waiting.values().map(|queue| queue.len()).sum()
     }
 
-    /// The task an attempt was made at, however it ended.
+    /// The task of an attempt that holds a device, or that ended well.
     pub fn task_of(&self, attempt: AttemptId) -> Option<TaskId> {
-        let index = usize::try_from(attempt.0.checked_sub(1)?).ok()?;
-        self.attempt_tasks.get(index).copied()
+        self.attempts
+            .get(&attempt)
+            .map(|held| held.task)
+            .or_else(|| self.index.completed.get(&attempt).copied())
     }
 
-    pub(super) fn next_attempt(&self) -> AttemptId {
-        AttemptId(u64::try_from(self.attempt_tasks.len()).unwrap_or(u64::MAX)).next()
-    }
-}
-
-/// A user's request.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Job {
-    /// Its id.
-    pub id: JobId,
-    /// The id the submission carried.
-    pub request_id: Option<String>,
-    /// JSON of the spec.
-    pub spec: Payload,
-    /// The parent, for display.
-    pub parent: String,
-    /// The directory of the outcome.
-    pub output: String,
-    /// The kind of device its tasks need.
-    pub device_kind: String,
-    /// Where it stands.
-    pub phase: JobPhase,
-    /// The stages known so far.
-    pub stages: Vec<Stage>,
-    /// Stages that ended, and one for the submission: what a planner can know.
-    pub results: u64,
-    /// What the planner had seen when it last answered.
-    pub planned: u64,
-    /// Milliseconds since 1970.
-    pub submitted_at: i64,
-    /// When its first task started.
-    pub started_at: Option<i64>,
-}
-
-impl Job {
-    /// Whether the planner has to be asked.
-    pub fn wants_plan(&self) -> bool {
-        matches!(self.phase, JobPhase::Active) && self.planned < self.results
+    /// The kind of device a task needs.
+    pub fn device_kind<'a>(&'a self, task: &'a Task) -> &'a str {
+        let own = task.needs.device_kind.as_ref();
+        own.or_else(|| self.jobs.get(&task.job).map(|job| &job.device_kind))
+            .map_or("", Name::as_str)
     }
 
-    /// Whether what it half-wrote has to go, once none of its attempts runs.
-    pub fn wants_removal(&self) -> bool {
-        match self.phase {
-            JobPhase::Failed { removed, .. } | JobPhase::Cancelled { removed, .. } => !removed,
-            JobPhase::Active | JobPhase::Finishing { .. } | JobPhase::Succeeded { .. } => false,
-        }
+    /// What to tell a rank of a gang that has been released; none before.
+    pub fn release_of(&self, attempt: AttemptId) -> Option<Release> {
+        let held = self.attempts.get(&attempt).filter(|held| !held.cancelled)?;
+        let gang = self.task(held.task)?.gang().filter(|gang| gang.released)?;
+        Some(Release {
+            communicator: format!("task-{}-{}", held.task, gang.generation),
+            addresses: gang.addresses()?,
+        })
     }
-}
 
-/// Where a job stands.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum JobPhase {
-    /// Its stages run.
-    Active,
-    /// Its outcome is known and being written.
-    Finishing {
-        /// JSON of the outcome.
-        outcome: Payload,
-    },
-    /// Its outcome is in place.
-    Succeeded {
-        /// JSON of the outcome.
-        outcome: Payload,
-        /// Milliseconds since 1970.
-        at: i64,
-    },
-    /// It ended without.
-    Failed {
-        /// Why.
-        message: String,
-        /// Milliseconds since 1970.
-        at: i64,
-        /// Whether what it had half-written is gone.
-        removed: bool,
-    },
-    /// A user ended it.
-    Cancelled {
-        /// Why.
-        reason: String,
-        /// Milliseconds since 1970.
-        at: i64,
-        /// Whether what it had half-written is gone.
-        removed: bool,
-    },
-}
-
-impl JobPhase {
-    /// Whether the job has ended.
-    pub fn is_terminal(&self) -> bool {
-        match self {
-            Self::Active | Self::Finishing { .. } => false,
-            Self::Succeeded { .. } | Self::Failed { .. } | Self::Cancelled { .. } => true,
+    /// Why a cancelled attempt has to stop, one line.
+    pub fn stop_reason(&self, attempt: &Attempt) -> String {
+        match self.jobs.get(&attempt.job) {
+            Some(job) if job.phase.is_terminal() => format!("{} has {}", job.id, job.phase.name()),
+            _ => "another rank of its gang ended".to_owned(),
         }
     }
 
-    /// One word, past tense for those that have ended.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Self::Active => "started",
-            Self::Finishing { .. } => "reached its outcome",
-            Self::Succeeded { .. } => "succeeded",
-            Self::Failed { .. } => "failed",
-            Self::Cancelled { .. } => "been cancelled",
+    /// Builds what is derived. [`super::apply`] keeps it; only who reads a state from elsewhere needs this.
+    pub fn reindex(&mut self) {
+        for task in self.tasks.values_mut() {
+            let stage = self
+                .jobs
+                .get(&task.job)
+                .and_then(|job| job.stages.get(task.stage));
+            task.kind = stage.map(|stage| stage.kind.clone()).unwrap_or_default();
         }
+        self.index = Index::of(self);
     }
-}
 
-/// A step of a job's pipeline.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Stage {
-    /// Unique within the job.
-    pub name: String,
-    /// Its executor.
-    pub kind: String,
-    /// JSON of what was decided before it.
-    pub decision: Option<Payload>,
-    /// The same for people.
-    pub note: String,
-    /// Its tasks.
-    pub tasks: Vec<TaskId>,
-    /// How many of them are done.
-    pub done: usize,
-    /// When its first task started, milliseconds since 1970.
-    pub started_at: Option<i64>,
-    /// When its last task ended.
-    pub finished_at: Option<i64>,
-}
+    pub(super) fn task_mut(&mut self, task: TaskId) -> Option<&mut Task> {
+        self.tasks.get_mut(&task).map(AsMut::as_mut)
+    }
 
-/// The unit handed to a worker.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Task {
-    /// Its id.
-    pub id: TaskId,
-    /// Its job.
-    pub job: JobId,
-    /// Index into the job's stages.
-    pub stage: usize,
-    /// Names it within its stage.
-    pub name: String,
-    /// Its executor.
-    pub kind: String,
-    /// JSON of its spec.
-    pub payload: Payload,
-    /// Whether nothing else may run on its host meanwhile.
-    pub exclusive: bool,
-    /// Where it stands.
-    pub phase: TaskPhase,
-    /// How often it failed.
-    pub failures: Failures,
-    /// Why it last failed.
-    pub last_failure: Option<String>,
-    /// Where it last failed: elsewhere is tried first.
-    pub failed_on: Option<WorkerId>,
-}
+    /// Where a waiting task stands in line, and in which.
+    pub(super) fn turn(&self, task: &Task) -> Option<(Class, Turn)> {
+        let job = self.jobs.get(&task.job)?;
+        Some((Class::of(job, task), Turn::of(job, task)))
+    }
 
-/// Where a task stands.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum TaskPhase {
-    /// For a device.
-    Waiting,
-    /// On a device.
-    Running {
-        /// By this attempt.
-        attempt: AttemptId,
-    },
-    /// It ended well.
-    Done {
-        /// By this attempt.
-        attempt: AttemptId,
-        /// JSON of its output.
-        output: Payload,
-    },
-    /// It failed for good.
-    Failed,
-    /// Its job ended before it did.
-    Abandoned,
-}
+    /// Whether a waiting task of this job may be handed out.
+    pub(super) fn is_held(&self, job: JobId) -> bool {
+        self.jobs.get(&job).is_some_and(|job| job.paused.is_some())
+    }
 
-/// One try at a task that holds a device.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Attempt {
-    /// The right to run it.
-    pub lease: Lease,
-    /// Its task.
-    pub task: TaskId,
-    /// The task's job.
-    pub job: JobId,
-    /// Where it runs.
-    pub worker: WorkerId,
-    /// On which of that worker's devices.
-    pub device: String,
-    /// Whether nothing else may run on its host.
-    pub exclusive: bool,
-    /// Whether the worker was told to stop it: its job has ended.
-    pub cancelled: bool,
-    /// Milliseconds since 1970.
-    pub started_at: i64,
-}
+    /// How many of a job's tasks there are, and how many ended well.
+    pub(super) fn counts(&self, job: &Job) -> (u64, u64) {
+        let all = job.stages.iter().map(|stage| stage.tasks.len()).sum::<usize>();
+        let done = job.stages.iter().map(|stage| stage.done).sum::<usize>();
+        let wide = |count: usize| u64::try_from(count).unwrap_or(u64::MAX);
+        (wide(all), wide(done))
+    }
 
-/// A process that owns devices.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Worker {
-    /// Its id.
-    pub id: WorkerId,
-    /// Its name.
-    pub name: String,
-    /// Its incarnation.
-    pub epoch: Epoch,
-    /// Workers of one host share it.
-    pub host: String,
-    /// What it can run on.
-    pub devices: Vec<Device>,
-    /// Whether it gets work.
-    pub standing: Standing,
-}
-
-/// Whether a worker gets work.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Standing {
-    /// It does.
-    Present,
-    /// It keeps what it has and gets nothing more.
-    Leaving,
-    /// It was given up; its attempts were handed on.
-    Lost,
-}
-
-/// A device as its worker describes it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DeviceInfo {
-    /// Unique within the worker.
-    pub id: String,
-    /// `cpu` or `cuda`.
-    pub kind: String,
-    /// For display.
-    pub name: String,
-    /// Its memory.
-    pub memory_bytes: u64,
-    /// Threads an attempt may use.
-    pub threads: u32,
-}
-
-/// A device and what it does.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Device {
-    /// As its worker describes it.
-    pub info: DeviceInfo,
-    /// The attempt that holds it.
-    pub attempt: Option<AttemptId>,
-    /// What its child last ran: the job and the executor.
-    pub last: Option<(JobId, String)>,
+    /// Whether the attempt's completion, or its rank's, was taken and stands.
+    pub(super) fn completed_before(&self, attempt: AttemptId) -> bool {
+        let task = self.index.completed.get(&attempt);
+        task.and_then(|task| self.task(*task))
+            .is_some_and(|task| matches!(task.phase, TaskPhase::Done { .. } | TaskPhase::Gang(_)))
+    }
 }

@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::{Planned, Planner, StageSnapshot, outcome};
 use crate::pipeline::{self, Decision, Finished, Outcome, PlannedStage, Results, Stage, StageResult};
 use crate::report;
-use crate::scheduler::{Payload, StagePlan, TaskPlan};
+use crate::scheduler::{Needs, Payload, StagePlan, TaskPlan};
 use crate::spec::JobSpec;
 
 /// The pipeline of this build.
@@ -100,6 +100,7 @@ fn stage_plan(planned: &PlannedStage, place: &Place) -> Result<StagePlan, String
             name: task.name.clone(),
             payload: write(&spec)?,
             exclusive: planned.stage.is_exclusive(),
+            needs: Needs::default(),
         })
     });
     Ok(StagePlan {
@@ -107,8 +108,14 @@ fn stage_plan(planned: &PlannedStage, place: &Place) -> Result<StagePlan, String
         kind: planned.stage.kind().to_owned(),
         decision: planned.decision.as_ref().map(write).transpose()?,
         note: planned.decision.as_ref().map(describe).unwrap_or_default(),
+        in_output: planned.tasks.iter().any(|task| writes_output(&task.spec)),
         tasks: tasks.collect::<Result<_, String>>()?,
     })
+}
+
+/// Whether the task's product grows where the outcome will be, and so goes with a failed job.
+fn writes_output(spec: &TaskSpec) -> bool {
+    matches!(spec, TaskSpec::Export(_))
 }
 
 fn describe(decision: &Decision) -> String {

@@ -214,7 +214,10 @@ impl Owner {
             .filter(|worker| away(worker))
             .map(|worker| worker.id)
             .collect();
-        if let Err(error) = self.decide(Command::Dispatch { absent }) {
+        if let Err(error) = self.decide(Command::Dispatch {
+            absent,
+            resting: BTreeSet::new(),
+        }) {
             tracing::error!(%error, "no task can be handed out");
         }
     }
@@ -281,11 +284,14 @@ impl Owner {
 fn status(rejection: &Rejection) -> Status {
     let text = rejection.to_string();
     match rejection {
-        Rejection::NoSuchJob(_) => Status::not_found(text),
+        Rejection::NoSuchJob(_) | Rejection::NoSuchWorker(_) => Status::not_found(text),
         Rejection::RequestIdTaken { .. } | Rejection::SubmittedBefore(_) | Rejection::OutputTaken { .. } => {
             Status::already_exists(text)
         }
-        Rejection::JobEnded { .. } | Rejection::Stale(_) => Status::failed_precondition(text),
+        Rejection::JobEnded { .. }
+        | Rejection::NotFailed { .. }
+        | Rejection::WorkerGone { .. }
+        | Rejection::Stale(_) => Status::failed_precondition(text),
         Rejection::Invalid(_) => Status::invalid_argument(text),
     }
 }

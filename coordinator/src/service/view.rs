@@ -78,24 +78,7 @@ fn phase(state: &State, job: &Job) -> (v1::JobState, String, Option<i64>) {
 
 /// Why nothing of the job runs, when nothing does.
 fn waits(state: &State, job: &Job) -> String {
-    if state.attempts_of(job.id).next().is_some() {
-        return String::new();
-    }
-    if job.wants_plan() {
-        return "deciding what comes next".to_owned();
-    }
-    let fits = |worker: &crate::scheduler::Worker| {
-        worker.standing == crate::scheduler::Standing::Present
-            && worker
-                .devices
-                .iter()
-                .any(|device| device.info.kind == job.device_kind)
-    };
-    if state.workers().any(fits) {
-        "waits for a free device".to_owned()
-    } else {
-        format!("waits for a worker with a {} device", job.device_kind)
-    }
+    state.why_waiting(job.id).unwrap_or_default()
 }
 
 fn stage(
@@ -116,8 +99,8 @@ fn stage(
         v1::StageState::Waiting
     };
     let matters = |task: &&Task| match task.phase {
-        TaskPhase::Running { .. } | TaskPhase::Failed => true,
-        TaskPhase::Waiting => task.failures != crate::scheduler::Failures::default(),
+        TaskPhase::Running { .. } | TaskPhase::Gang(_) | TaskPhase::Failed => true,
+        TaskPhase::Waiting => task.failures() != crate::scheduler::Failures::default(),
         TaskPhase::Done { .. } | TaskPhase::Abandoned => false,
     };
     let active = if done {
@@ -135,7 +118,7 @@ fn stage(
         .map_or(0, |start| stage.finished_at.unwrap_or(now) - start);
     v1::Stage {
         name: stage.name.clone(),
-        kind: stage.kind.clone(),
+        kind: stage.kind.to_string(),
         state: shown.into(),
         tasks: count(stage.tasks.len()),
         tasks_done: count(stage.done),
@@ -146,8 +129,10 @@ fn stage(
 }
 
 fn task(state: &State, task: &Task, progress: &BTreeMap<AttemptId, Progress>, now: i64) -> v1::Task {
-    let attempt = match task.phase {
-        TaskPhase::Running { attempt } => state.attempt(attempt),
+    let attempt = match &task.phase {
+        TaskPhase::Running { attempt } => state.attempt(*attempt),
+        // The first rank speaks for its gang.
+        TaskPhase::Gang(gang) => gang.live().next().and_then(|first| state.attempt(first)),
         _ => None,
     };
     let worker = attempt.and_then(|attempt| state.worker(attempt.worker));
@@ -155,12 +140,14 @@ fn task(state: &State, task: &Task, progress: &BTreeMap<AttemptId, Progress>, no
     let elapsed = attempt.map_or(0, |attempt| now - attempt.started_at);
     v1::Task {
         id: task.id.0,
-        name: task.name.clone(),
+        name: task.name.to_string(),
         worker: worker.map(|worker| worker.name.clone()).unwrap_or_default(),
-        device: attempt.map(|attempt| attempt.device.clone()).unwrap_or_default(),
+        device: attempt
+            .map(|attempt| attempt.device.to_string())
+            .unwrap_or_default(),
         attempt: attempt.map_or(0, |attempt| attempt.lease.attempt.0),
-        failures: task.failures.own().saturating_add(task.failures.worker_lost),
-        last_failure: task.last_failure.clone().unwrap_or_default(),
+        failures: task.failures().own().saturating_add(task.failures().worker_lost),
+        last_failure: task.last_failure().unwrap_or_default().to_owned(),
         done: progress.map_or(0, |progress| progress.done),
         total: progress.map_or(0, |progress| progress.total),
         unit: progress.map(|progress| progress.unit.clone()).unwrap_or_default(),

@@ -228,9 +228,9 @@ fn introduction(hello: v1::Hello) -> Result<Introduction, Status> {
         hello.host
     };
     let devices = hello.devices.into_iter().map(|device| DeviceInfo {
-        id: device.id,
-        kind: device.kind,
-        name: device.name,
+        id: device.id.into(),
+        kind: device.kind.into(),
+        name: device.name.into(),
         memory_bytes: device.memory_bytes,
         threads: device.threads,
     });

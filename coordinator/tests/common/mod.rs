@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use espalier_coordinator::client::Client;
-use espalier_coordinator::scheduler::{StagePlan, TaskPlan};
+use espalier_coordinator::scheduler::{Needs, StagePlan, TaskPlan};
 use espalier_coordinator::service::{Planned, Planner, StageSnapshot};
 use espalier_coordinator::{Coordinator, CoordinatorOptions, Handle};
 use espalier_proto::task::{ArtifactId, Failure, FailureKind, TaskOutput};
@@ -49,12 +49,14 @@ fn stage(name: &str, tasks: usize) -> StagePlan {
         name: format!("{name} {index}"),
         payload: "{}".into(),
         exclusive: false,
+        needs: Needs::default(),
     };
     StagePlan {
         name: name.to_owned(),
         kind: name.to_owned(),
         decision: None,
         note: String::new(),
+        in_output: false,
         tasks: (0..tasks).map(task).collect(),
     }
 }

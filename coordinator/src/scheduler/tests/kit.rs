@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use espalier_proto::task::{Failure, FailureKind};
 
 use crate::scheduler::{
-    Command, DeviceInfo, Effect, Epoch, Event, Introduction, JobId, Lease, Now, Rejection, StagePlan, State,
-    TaskPlan, WorkerId, apply, check, decide, effects,
+    Command, DeviceInfo, Effect, Epoch, Event, Introduction, JobId, Lease, Needs, Now, Rejection, StagePlan,
+    State, TaskPlan, WorkerId, apply, check, check_touched, decide, effects,
 };
 
 /// A state with a pen: commands go through `decide` and `apply`, and every state is checked.
@@ -30,6 +30,7 @@ impl World {
         let events = decide(&self.state, command, Now { unix_ms: self.clock })?;
         for event in &events {
             apply(&mut self.state, event);
+            check_touched(&self.state, event).unwrap();
             self.effects.extend(effects(&self.state, event));
             self.journal.push(event.clone());
         }
@@ -76,6 +77,7 @@ impl World {
         let events = self
             .run(Command::Dispatch {
                 absent: BTreeSet::new(),
+                resting: BTreeSet::new(),
             })
             .unwrap();
         let started = events.iter().filter_map(|event| match event {
@@ -120,15 +122,16 @@ pub fn submission(request_id: Option<&str>, output: &str) -> Command {
         spec: format!("{{\"output\":\"{output}\"}}").into(),
         parent: "parent".to_owned(),
         output: output.to_owned(),
-        device_kind: "cpu".to_owned(),
+        device_kind: "cpu".into(),
+        priority: 0,
     }
 }
 
 pub fn introduction(name: &str, epoch: u64, host: &str, devices: usize) -> Introduction {
     let device = |index| DeviceInfo {
-        id: format!("cpu-{index}"),
-        kind: "cpu".to_owned(),
-        name: "test".to_owned(),
+        id: format!("cpu-{index}").into(),
+        kind: "cpu".into(),
+        name: "test".into(),
         memory_bytes: 1 << 30,
         threads: 1,
     };
@@ -146,12 +149,14 @@ pub fn stage(name: &str, tasks: usize) -> StagePlan {
         name: format!("task {index}"),
         payload: "{}".into(),
         exclusive: false,
+        needs: Needs::default(),
     };
     StagePlan {
         name: name.to_owned(),
         kind: name.to_owned(),
         decision: None,
         note: String::new(),
+        in_output: false,
         tasks: (0..tasks).map(task).collect(),
     }
 }

@@ -6,7 +6,7 @@ use espalier_proto::task::{Failure, FailureKind};
 use proptest::prelude::*;
 
 use super::kit::{World, introduction, measurement, stage};
-use crate::scheduler::{Command, Epoch, JobId, Lease, TaskId, TaskPhase, WorkerId};
+use crate::scheduler::{AttemptId, Command, Epoch, JobId, Lease, TaskId, TaskPhase, WorkerId};
 
 #[derive(Debug, Clone)]
 enum Step {
@@ -70,6 +70,7 @@ fn step() -> impl Strategy<Value = Step> {
 struct History {
     jobs: Vec<JobId>,
     leases: Vec<(WorkerId, Lease)>,
+    tasks: BTreeMap<AttemptId, TaskId>,
     accepted: BTreeMap<TaskId, Lease>,
     epochs: [u64; 3],
     plans: usize,
@@ -125,7 +126,7 @@ fn act(world: &mut World, history: &mut History, step: &Step) {
             let Some(work) = history.leases.get(*lease).copied() else {
                 return;
             };
-            let task = world.state.task_of(work.1.attempt).unwrap();
+            let task = history.tasks[&work.1.attempt];
             let acknowledged = world.complete(work).is_ok();
             let done = matches!(
                 world.state.task(task).unwrap().phase,
@@ -156,7 +157,13 @@ fn act(world: &mut World, history: &mut History, step: &Step) {
             };
             let _ = world.run(Command::Stopped { worker, lease });
         }
-        Step::Dispatch => history.leases.extend(world.dispatch()),
+        Step::Dispatch => {
+            for (worker, lease) in world.dispatch() {
+                let task = world.state.task_of(lease.attempt).unwrap();
+                history.tasks.insert(lease.attempt, task);
+                history.leases.push((worker, lease));
+            }
+        }
         Step::Restart => {
             let replayed = world.replayed();
             assert_eq!(replayed, world.state, "replay gives another state");

@@ -296,7 +296,7 @@ fn a_child_that_holds_the_job_and_executor_is_preferred() {
 fn a_task_waits_for_a_device_of_its_kind() {
     let mut world = World::new();
     let mut gpu = introduction("a", 1, "a", 1);
-    gpu.devices[0].kind = "cuda".to_owned();
+    gpu.devices[0].kind = "cuda".into();
     world.run(Command::Introduce(gpu)).unwrap();
     let job = world.submit("/out");
     world.plan(job, vec![stage("score", 1)]);
@@ -312,6 +312,7 @@ fn cancelling_stops_attempts_and_removes_only_when_they_have_stopped() {
     let job = world.submit("/out");
     world.plan(job, vec![stage("export", 2)]);
     let (worker, lease) = world.dispatch()[0];
+    let task = world.state.task_of(lease.attempt).unwrap();
     world
         .run(Command::Cancel {
             job,
@@ -331,10 +332,7 @@ fn cancelling_stops_attempts_and_removes_only_when_they_have_stopped() {
             reason: String::new(),
         })
         .unwrap();
-    let task = world
-        .state
-        .task(world.state.task_of(lease.attempt).unwrap())
-        .unwrap();
+    let task = world.state.task(task).unwrap();
     assert_eq!(task.phase, TaskPhase::Abandoned);
 }
 

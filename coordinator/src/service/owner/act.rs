@@ -17,6 +17,17 @@ impl Owner {
             match effect {
                 Effect::Assign { attempt } => self.assign(attempt),
                 Effect::StopAttempt { attempt } => self.stop_attempt(attempt),
+                Effect::Release { attempt } => self.release(attempt),
+                Effect::Drain { worker, reason } => {
+                    let term = self.state.term().0;
+                    self.send(worker, Message::Drain(v1::Drain { reason, term }));
+                }
+                Effect::RestartWorker { worker, reason } => {
+                    let term = self.state.term().0;
+                    self.send(worker, Message::Restart(v1::Restart { reason, term }));
+                }
+                // No archive is kept yet: ended jobs stay in the state.
+                Effect::Archive { .. } => {}
                 Effect::Plan { job } => self.plan(job),
                 Effect::WriteOutcome { job } => self.write_outcome(job),
                 Effect::RemovePartial { job } => self.remove_partial(job),
@@ -50,17 +61,21 @@ impl Owner {
             return;
         };
         tracing::info!(
-            job = %task.job, task = %task.id, attempt = %attempt.lease.attempt, kind = task.kind,
+            job = %task.job, task = %task.id, attempt = %attempt.lease.attempt, kind = %task.kind,
             worker = %attempt.worker, "a task was handed out"
         );
         let assign = v1::Assign {
             lease: Some(wire(attempt.lease)),
             task_id: task.id.0,
             job_id: task.job.to_string(),
-            device_id: attempt.device.clone(),
+            device_id: attempt.device.to_string(),
             spec_json: Bytes::copy_from_slice(task.payload.as_str().as_bytes()),
             traceparent: String::new(),
-            gang: None,
+            gang: attempt.place.map(|place| v1::Gang {
+                generation: place.generation,
+                rank: place.rank,
+                ranks: place.ranks,
+            }),
         };
         self.send(attempt.worker, Message::Assign(assign));
     }
@@ -69,17 +84,28 @@ impl Owner {
         let Some(attempt) = self.state.attempt(attempt) else {
             return;
         };
-        let reason = self
-            .state
-            .job(attempt.job)
-            .map(|job| job.phase.name())
-            .unwrap_or_default();
-        let reason = format!("{} has {reason}", attempt.job);
+        let reason = self.state.stop_reason(attempt);
         let cancel = v1::Cancel {
             lease: Some(wire(attempt.lease)),
             reason,
         };
         self.send(attempt.worker, Message::Cancel(cancel));
+    }
+
+    /// Tells a rank to begin, once its gang has been released.
+    pub(super) fn release(&mut self, attempt: AttemptId) {
+        let Some(release) = self.state.release_of(attempt) else {
+            return;
+        };
+        let Some(attempt) = self.state.attempt(attempt) else {
+            return;
+        };
+        let message = v1::Release {
+            lease: Some(wire(attempt.lease)),
+            communicator: release.communicator,
+            addresses: release.addresses,
+        };
+        self.send(attempt.worker, Message::Release(message));
     }
 
     fn plan(&mut self, job: JobId) {

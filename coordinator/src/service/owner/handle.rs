@@ -137,6 +137,7 @@ impl Owner {
             parent,
             output,
             device_kind,
+            priority: 0,
         };
         match self.decide(command) {
             Ok(()) => {

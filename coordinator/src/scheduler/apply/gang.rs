@@ -1,0 +1,146 @@
+//! What happens to the ranks of a task that run together.
+
+use super::attempt::{count_done, mark_started, release, seize};
+use super::job::{line_up, step_out};
+use crate::scheduler::{
+    AttemptId, Gang, GangPlace, Payload, Rank, RankPhase, RankRecord, State, TaskId, TaskPhase,
+};
+
+pub fn formed(state: &mut State, id: TaskId, generation: u64, records: &[RankRecord], at: i64) {
+    if !state.tasks.contains_key(&id) {
+        return;
+    }
+    step_out(state, id);
+    let rank = |record: &RankRecord| Rank {
+        attempt: record.attempt,
+        phase: RankPhase::Preparing,
+        address: String::new(),
+    };
+    if let Some(task) = state.task_mut(id) {
+        task.generation = generation;
+        task.phase = TaskPhase::Gang(Box::new(Gang {
+            generation,
+            ranks: records.iter().map(rank).collect(),
+            released: false,
+            ending: false,
+            output: None,
+        }));
+    }
+    mark_started(state, id, at);
+    let ranks = u32::try_from(records.len()).unwrap_or(u32::MAX);
+    for (rank, record) in (0..).zip(records) {
+        let place = GangPlace {
+            generation,
+            rank,
+            ranks,
+        };
+        seize(
+            state,
+            record.attempt,
+            id,
+            record.worker,
+            &record.device,
+            Some(place),
+            at,
+        );
+    }
+}
+
+fn gang_mut(state: &mut State, task: TaskId) -> Option<&mut Gang> {
+    match &mut state.task_mut(task)?.phase {
+        TaskPhase::Gang(gang) => Some(gang),
+        _ => None,
+    }
+}
+
+pub fn prepared(state: &mut State, attempt: AttemptId, task: TaskId, address: &str) {
+    let Some(rank) = gang_mut(state, task).and_then(|gang| gang.rank_mut(attempt)) else {
+        return;
+    };
+    if rank.phase == RankPhase::Preparing {
+        rank.phase = RankPhase::Prepared;
+        rank.address = address.to_owned();
+    }
+}
+
+pub fn released(state: &mut State, task: TaskId) {
+    if let Some(gang) = gang_mut(state, task) {
+        gang.released = true;
+    }
+}
+
+pub fn rank_completed(state: &mut State, attempt: AttemptId, task: TaskId, output: &Payload) {
+    let Some(ended) = release(state, attempt) else {
+        return;
+    };
+    if let Some(worker) = state.workers.get_mut(&ended.worker) {
+        worker.failed_in_a_row.clear();
+    }
+    let Some(gang) = gang_mut(state, task) else {
+        return;
+    };
+    let is_first = gang.ranks.first().is_some_and(|first| first.attempt == attempt);
+    if is_first {
+        gang.output = Some(output.clone());
+    }
+    if let Some(rank) = gang.rank_mut(attempt) {
+        rank.phase = RankPhase::Completed;
+        state.index.completed.insert(attempt, task);
+    }
+}
+
+/// A rank ended otherwise than well.
+pub fn rank_ended(state: &mut State, attempt: AttemptId, task: TaskId) {
+    if let Some(rank) = gang_mut(state, task).and_then(|gang| gang.rank_mut(attempt)) {
+        rank.phase = RankPhase::Ended;
+    }
+}
+
+/// Ends a generation: every other rank is to stop. Without `retry` the task has failed for good.
+pub fn break_up(state: &mut State, id: TaskId, retry: bool) {
+    let Some(gang) = gang_mut(state, id) else {
+        return;
+    };
+    gang.ending = true;
+    let live: Vec<AttemptId> = gang.live().collect();
+    if let Some(task) = state.tasks.get(&id) {
+        state.index.remove_completed(task);
+    }
+    if let Some(gang) = gang_mut(state, id) {
+        for rank in &mut gang.ranks {
+            if rank.phase == RankPhase::Completed {
+                rank.phase = RankPhase::Ended;
+            }
+        }
+        gang.output = None;
+    }
+    for attempt in live {
+        if let Some(attempt) = state.attempts.get_mut(&attempt) {
+            attempt.cancelled = true;
+        }
+    }
+    if !retry && let Some(task) = state.task_mut(id) {
+        task.phase = TaskPhase::Failed;
+    }
+}
+
+pub fn ended(state: &mut State, id: TaskId, completed: bool, at: i64) {
+    let Some(gang) = gang_mut(state, id) else {
+        return;
+    };
+    if !completed {
+        if let Some(task) = state.task_mut(id) {
+            task.phase = TaskPhase::Waiting;
+        }
+        line_up(state, id);
+        return;
+    }
+    let (Some(output), Some(first)) = (gang.output.take(), gang.ranks.first()) else {
+        return;
+    };
+    let attempt = first.attempt;
+    if let Some(task) = state.task_mut(id) {
+        task.phase = TaskPhase::Done { attempt, output };
+    }
+    count_done(state, id, at);
+}

@@ -1,0 +1,251 @@
+//! What users and the planner may do with a job.
+
+use std::collections::HashSet;
+
+use super::Decision;
+use crate::scheduler::{
+    Command, Event, Job, JobId, JobPhase, Now, Payload, Rejection, StagePlan, StageRecord, State, TaskId,
+    TaskPlan, TaskRecord,
+};
+
+/// How far a priority may be from 0.
+const PRIORITY_LIMIT: i32 = 100;
+
+pub fn decide(state: &State, command: Command, now: Now) -> Decision {
+    let at = now.unix_ms;
+    match command {
+        command @ Command::Submit { .. } => submit(state, command, now),
+        Command::Cancel { job, reason } => cancel(state, job, reason, now),
+        Command::Pause { job, reason } => pause(state, job, reason, now),
+        Command::Resume { job } => {
+            let known = job_of(state, job)?;
+            let paused = known.paused.is_some();
+            Ok(if paused {
+                vec![Event::JobResumed { job, at }]
+            } else {
+                Vec::new()
+            })
+        }
+        Command::Retry { job, request_id } => retry(state, job, request_id, now),
+        Command::Archived { job } => Ok(match state.job(job) {
+            Some(ended) if state.is_archivable(ended) => vec![Event::JobArchived { job, at }],
+            _ => Vec::new(),
+        }),
+        Command::StagesPlanned {
+            job,
+            revision,
+            stages,
+        } => planned(state, job, revision, &stages, now),
+        Command::OutcomeReached {
+            job,
+            revision,
+            outcome,
+        } => Ok(outcome_reached(state, job, revision, outcome)),
+        Command::OutcomeWritten { job } => Ok(match job_of(state, job)?.phase {
+            JobPhase::Finishing { .. } => vec![Event::JobSucceeded { job, at }],
+            _ => Vec::new(),
+        }),
+        Command::JobBroken { job, message } => Ok(if job_of(state, job)?.phase.is_terminal() {
+            Vec::new()
+        } else {
+            vec![Event::JobFailed { job, message, at }]
+        }),
+        Command::PartialRemoved { job } => Ok(match state.job(job) {
+            Some(ended) if ended.wants_removal() => vec![Event::PartialRemoved { job }],
+            _ => Vec::new(),
+        }),
+        _ => Ok(Vec::new()),
+    }
+}
+
+fn job_of(state: &State, job: JobId) -> Result<&Job, Rejection> {
+    if let Some(known) = state.job(job) {
+        return Ok(known);
+    }
+    Err(match state.summary(job) {
+        Some(archived) => Rejection::JobEnded {
+            job,
+            phase: archived.ended.name(),
+        },
+        None => Rejection::NoSuchJob(job),
+    })
+}
+
+fn submit(state: &State, command: Command, now: Now) -> Decision {
+    let Command::Submit {
+        request_id,
+        spec,
+        parent,
+        output,
+        device_kind,
+        priority,
+    } = command
+    else {
+        return Ok(Vec::new());
+    };
+    if !(-PRIORITY_LIMIT..=PRIORITY_LIMIT).contains(&priority) {
+        return Err(Rejection::Invalid(format!(
+            "priority {priority} is out of range: choose one from -{PRIORITY_LIMIT} to {PRIORITY_LIMIT}"
+        )));
+    }
+    submitted_before(state, request_id.as_deref(), &spec)?;
+    output_is_free(state, &output)?;
+    Ok(vec![Event::JobSubmitted {
+        job: state.last_job.next(),
+        request_id,
+        spec,
+        parent,
+        output,
+        device_kind,
+        priority,
+        at: now.unix_ms,
+    }])
+}
+
+fn submitted_before(state: &State, request_id: Option<&str>, spec: &Payload) -> Result<(), Rejection> {
+    let Some(request_id) = request_id else {
+        return Ok(());
+    };
+    let Some(job) = state.index.request_ids.get(request_id).copied() else {
+        return Ok(());
+    };
+    let same = match (state.job(job), state.summary(job)) {
+        (Some(earlier), _) => earlier.spec == *spec,
+        (None, Some(archived)) => archived.spec_digest == spec.digest(),
+        (None, None) => false,
+    };
+    Err(if same {
+        Rejection::SubmittedBefore(job)
+    } else {
+        Rejection::RequestIdTaken {
+            request_id: request_id.to_owned(),
+            job,
+        }
+    })
+}
+
+fn output_is_free(state: &State, output: &str) -> Result<(), Rejection> {
+    let writes = |job: &&Job| job.output == output && (!job.phase.is_terminal() || job.wants_removal());
+    match state.jobs().rev().find(writes) {
+        Some(rival) => Err(Rejection::OutputTaken {
+            output: output.to_owned(),
+            job: rival.id,
+        }),
+        None => Ok(()),
+    }
+}
+
+fn cancel(state: &State, job: JobId, reason: String, now: Now) -> Decision {
+    match &job_of(state, job)?.phase {
+        JobPhase::Active => Ok(vec![Event::JobCancelled {
+            job,
+            reason,
+            at: now.unix_ms,
+        }]),
+        JobPhase::Cancelled { .. } => Ok(Vec::new()),
+        phase => Err(Rejection::JobEnded {
+            job,
+            phase: phase.name(),
+        }),
+    }
+}
+
+fn pause(state: &State, job: JobId, reason: String, now: Now) -> Decision {
+    let known = job_of(state, job)?;
+    if !matches!(known.phase, JobPhase::Active) {
+        return Err(Rejection::JobEnded {
+            job,
+            phase: known.phase.name(),
+        });
+    }
+    if known.paused.is_some() {
+        return Ok(Vec::new());
+    }
+    let at = now.unix_ms;
+    Ok(vec![Event::JobPaused { job, reason, at }])
+}
+
+fn retry(state: &State, job: JobId, request_id: Option<String>, now: Now) -> Decision {
+    let known = job_of(state, job)?;
+    let sent_before =
+        request_id.is_some() && known.retries.iter().any(|retry| retry.request_id == request_id);
+    if sent_before {
+        return Ok(Vec::new());
+    }
+    let has_stopped = state.is_archivable(known);
+    if !matches!(known.phase, JobPhase::Failed { .. }) || !has_stopped {
+        return Err(Rejection::NotFailed {
+            job,
+            phase: known.phase.name(),
+        });
+    }
+    output_is_free(state, &known.output)?;
+    let at = now.unix_ms;
+    Ok(vec![Event::JobRetried { job, request_id, at }])
+}
+
+fn planned(state: &State, job: JobId, revision: u64, stages: &[StagePlan], now: Now) -> Decision {
+    let known = job_of(state, job)?;
+    if !matches!(known.phase, JobPhase::Active) || revision <= known.planned {
+        return Ok(Vec::new());
+    }
+    let mut names: HashSet<&str> = known.stages.iter().map(|stage| stage.name.as_str()).collect();
+    let mut last = state.last_task;
+    let mut records = Vec::new();
+    for stage in stages {
+        if !names.insert(&stage.name) {
+            continue;
+        }
+        if stage.tasks.is_empty() {
+            let message = format!("stage {} was planned without tasks", stage.name);
+            return Ok(broken(job, message, now));
+        }
+        records.push(record(stage, &mut last));
+    }
+    let all_done = known.stages.iter().all(|stage| stage.done == stage.tasks.len());
+    if records.is_empty() && all_done && known.results == revision {
+        let message = "the planner named neither a stage nor an outcome".to_owned();
+        return Ok(broken(job, message, now));
+    }
+    Ok(vec![Event::StagesPlanned {
+        job,
+        revision,
+        stages: records,
+    }])
+}
+
+fn broken(job: JobId, message: String, now: Now) -> Vec<Event> {
+    let at = now.unix_ms;
+    vec![Event::JobFailed { job, message, at }]
+}
+
+fn record(stage: &StagePlan, last: &mut TaskId) -> StageRecord {
+    let task = |plan: &TaskPlan| {
+        *last = last.next();
+        TaskRecord {
+            id: *last,
+            name: plan.name.clone(),
+            payload: plan.payload.clone(),
+            exclusive: plan.exclusive,
+            needs: plan.needs.clone(),
+        }
+    };
+    StageRecord {
+        name: stage.name.clone(),
+        kind: stage.kind.clone(),
+        decision: stage.decision.clone(),
+        note: stage.note.clone(),
+        in_output: stage.in_output,
+        tasks: stage.tasks.iter().map(task).collect(),
+    }
+}
+
+fn outcome_reached(state: &State, job: JobId, revision: u64, outcome: Payload) -> Vec<Event> {
+    let Some(known) = state.job(job) else {
+        return Vec::new();
+    };
+    if !matches!(known.phase, JobPhase::Active) || revision <= known.planned {
+        return Vec::new();
+    }
+    vec![Event::OutcomeReached { job, outcome }]
+}

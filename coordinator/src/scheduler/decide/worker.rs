@@ -1,0 +1,144 @@
+//! Workers that come and go, and what users may do with them.
+
+use std::collections::HashSet;
+
+use super::Decision;
+use super::attempt::lose;
+use crate::scheduler::{
+    Command, Epoch, Event, Introduction, Now, Rejection, Standing, State, Worker, WorkerId,
+};
+
+pub fn decide(state: &State, command: Command, now: Now) -> Decision {
+    let at = now.unix_ms;
+    match command {
+        Command::Introduce(introduction) => introduce(state, introduction, now),
+        Command::Leave { worker, epoch } => Ok(match current(state, worker, epoch)? {
+            Standing::Present => vec![Event::WorkerLeaving { worker, drain: None }],
+            Standing::Leaving | Standing::Lost => Vec::new(),
+        }),
+        Command::WorkerSilent { worker, epoch } => Ok(match current(state, worker, epoch)? {
+            Standing::Present | Standing::Leaving => lose(state, worker, now),
+            Standing::Lost => Vec::new(),
+        }),
+        Command::Cordon { worker, reason } => {
+            let by_rule = false;
+            Ok(match &known(state, worker)?.cordon {
+                Some(_) => Vec::new(),
+                None => vec![Event::WorkerCordoned {
+                    worker,
+                    reason,
+                    by_rule,
+                    at,
+                }],
+            })
+        }
+        Command::Uncordon { worker } => Ok(match &known(state, worker)?.cordon {
+            Some(_) => vec![Event::WorkerUncordoned { worker, at }],
+            None => Vec::new(),
+        }),
+        Command::Drain { worker, reason } => {
+            let known = not_lost(state, worker)?;
+            let drain = Some(reason);
+            Ok(match &known.drain {
+                Some(_) => Vec::new(),
+                None => vec![Event::WorkerLeaving { worker, drain }],
+            })
+        }
+        Command::RestartWorker { worker, reason } => {
+            not_lost(state, worker)?;
+            Ok(vec![Event::WorkerRestartAsked { worker, reason, at }])
+        }
+        _ => Ok(Vec::new()),
+    }
+}
+
+fn known(state: &State, worker: WorkerId) -> Result<&Worker, Rejection> {
+    state.worker(worker).ok_or(Rejection::NoSuchWorker(worker))
+}
+
+fn not_lost(state: &State, worker: WorkerId) -> Result<&Worker, Rejection> {
+    let known = known(state, worker)?;
+    match known.standing {
+        Standing::Present | Standing::Leaving => Ok(known),
+        Standing::Lost => Err(Rejection::WorkerGone {
+            name: known.name.clone(),
+            standing: "was lost: start it again",
+        }),
+    }
+}
+
+/// Where the worker stands, if this is its present incarnation.
+fn current(state: &State, worker: WorkerId, epoch: Epoch) -> Result<Standing, Rejection> {
+    let known = state
+        .worker(worker)
+        .ok_or_else(|| Rejection::Stale(format!("worker {worker} is unknown: introduce it")))?;
+    if known.epoch != epoch {
+        return Err(Rejection::Stale(format!(
+            "worker `{}` is at epoch {}, not {epoch}",
+            known.name, known.epoch
+        )));
+    }
+    Ok(known.standing)
+}
+
+fn introduce(state: &State, introduction: Introduction, now: Now) -> Decision {
+    let mut ids = HashSet::new();
+    if introduction.devices.is_empty() {
+        return Err(Rejection::Invalid(format!(
+            "worker `{}` has no device",
+            introduction.name
+        )));
+    }
+    if let Some(twice) = introduction.devices.iter().find(|device| !ids.insert(&device.id)) {
+        return Err(Rejection::Invalid(format!(
+            "device id `{}` is used twice",
+            twice.id
+        )));
+    }
+    let mut events = Vec::new();
+    let worker = match state.worker_named(&introduction.name) {
+        Some(known) if introduction.epoch < known.epoch => {
+            return Err(Rejection::Stale(format!(
+                "worker `{}` has been started anew since (epoch {} after {}): stop the older one, \
+                 or give it another name",
+                known.name, known.epoch, introduction.epoch
+            )));
+        }
+        Some(known) if introduction.epoch == known.epoch => return Ok(came_back(known)),
+        Some(known) => {
+            events = lose(state, known.id, now);
+            known.id
+        }
+        None => {
+            let newest = state.workers.keys().next_back().copied();
+            newest.unwrap_or_default().next()
+        }
+    };
+    let Introduction {
+        name,
+        epoch,
+        host,
+        devices,
+    } = introduction;
+    events.push(Event::WorkerJoined {
+        worker,
+        name,
+        epoch,
+        host,
+        devices,
+    });
+    Ok(events)
+}
+
+/// The same incarnation on a new stream. One that a user asked to leave is still to leave.
+fn came_back(known: &Worker) -> Vec<Event> {
+    let worker = known.id;
+    match (known.standing, &known.drain) {
+        (Standing::Present, _) | (Standing::Leaving, Some(_)) => Vec::new(),
+        (Standing::Leaving, None) | (Standing::Lost, None) => vec![Event::WorkerReturned { worker }],
+        (Standing::Lost, Some(_)) => {
+            let drain = known.drain.clone();
+            vec![Event::WorkerLeaving { worker, drain }]
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! Why a job does not move, in words for its user.
+
+use std::collections::BTreeSet;
+
+use super::index::{Class, Turn};
+use super::{Job, JobId, JobPhase, Standing, State, TaskId, Worker, WorkerId};
+
+impl State {
+    /// Why nothing of the job runs; none when something does, or when it has ended.
+    pub fn why_waiting(&self, job: JobId) -> Option<String> {
+        self.why_waiting_beside(job, &BTreeSet::new(), &BTreeSet::new())
+    }
+
+    /// The same, where some workers cannot be told at the moment and some tasks rest after a failure.
+    pub fn why_waiting_beside(
+        &self,
+        job: JobId,
+        absent: &BTreeSet<WorkerId>,
+        resting: &BTreeSet<TaskId>,
+    ) -> Option<String> {
+        let job = self.job(job)?;
+        let runs = self.attempts_of(job.id).next().is_some();
+        match &job.phase {
+            JobPhase::Succeeded { .. } => return None,
+            JobPhase::Failed { .. } | JobPhase::Cancelled { .. } if !job.wants_removal() => return None,
+            JobPhase::Failed { .. } | JobPhase::Cancelled { .. } if runs => {
+                return Some("waits for its attempts to stop".to_owned());
+            }
+            JobPhase::Failed { .. } | JobPhase::Cancelled { .. } => {
+                return Some("removes what it had half-written".to_owned());
+            }
+            JobPhase::Finishing { .. } => return Some("writes its outcome".to_owned()),
+            JobPhase::Active => {}
+        }
+        if runs {
+            return None;
+        }
+        if let Some(pause) = &job.paused {
+            return Some(match pause.reason.as_str() {
+                "" => "is paused".to_owned(),
+                reason => format!("is paused: {reason}"),
+            });
+        }
+        if job.wants_plan() {
+            return Some("decides what comes next".to_owned());
+        }
+        Some(self.why_no_device(job, absent, resting))
+    }
+
+    fn why_no_device(&self, job: &Job, absent: &BTreeSet<WorkerId>, resting: &BTreeSet<TaskId>) -> String {
+        let places = Turn::range(job);
+        let mut rests = false;
+        for (class, queue) in &self.index.waiting {
+            let mut turns = queue.range(places.clone()).peekable();
+            if turns.peek().is_none() {
+                continue;
+            }
+            if turns.all(|turn| resting.contains(&turn.task)) {
+                rests = true;
+                continue;
+            }
+            return self.why_class_waits(class, absent);
+        }
+        if rests {
+            return "rests after a failure".to_owned();
+        }
+        "waits for what is planned next".to_owned()
+    }
+
+    fn why_class_waits(&self, class: &Class, absent: &BTreeSet<WorkerId>) -> String {
+        let wanted = wanted(class);
+        let able: Vec<&Worker> = self
+            .workers()
+            .filter(|worker| devices(worker, class) > 0)
+            .collect();
+        if able.is_empty() {
+            return format!("waits for a worker with {wanted}: there is none");
+        }
+        let usable = able
+            .iter()
+            .filter(|worker| worker.is_usable() && !absent.contains(&worker.id));
+        let usable: Vec<&&Worker> = usable.collect();
+        if usable.is_empty() {
+            let gone = gone(&able, absent);
+            return format!("waits for a worker with {wanted}: {gone}");
+        }
+        let in_all: usize = usable.iter().map(|worker| devices(worker, class)).sum();
+        let ranks = usize::try_from(class.ranks).unwrap_or(usize::MAX);
+        if in_all < ranks {
+            return format!("waits for {wanted}: there are {in_all}");
+        }
+        if ranks > 1 {
+            return format!("waits until {wanted} are free together");
+        }
+        if class.exclusive {
+            return format!("waits for a host with {wanted} and nothing else running");
+        }
+        format!("waits for {wanted} to be free")
+    }
+}
+
+/// What a task asks for: `2 cuda devices of 80.0 GiB`.
+fn wanted(class: &Class) -> String {
+    let devices = match class.ranks {
+        0 | 1 => format!("a {} device", class.device_kind),
+        ranks => format!("{ranks} {} devices", class.device_kind),
+    };
+    match class.memory_bytes {
+        0 => devices,
+        bytes => format!("{devices} of at least {}", memory(bytes)),
+    }
+}
+
+fn memory(bytes: u64) -> String {
+    const MIB: u64 = 1 << 20;
+    let mebibytes = bytes.div_ceil(MIB);
+    match mebibytes {
+        0..10_240 => format!("{mebibytes} MiB"),
+        _ => format!("{} GiB", mebibytes.div_ceil(1024)),
+    }
+}
+
+fn devices(worker: &Worker, class: &Class) -> usize {
+    let fits = |device: &&super::Device| {
+        device.info.kind == class.device_kind && device.info.memory_bytes >= class.memory_bytes
+    };
+    worker.devices.iter().filter(fits).count()
+}
+
+/// What became of workers of which none gets work: `1 is cordoned (the disk is full), 2 were lost`.
+fn gone(workers: &[&Worker], absent: &BTreeSet<WorkerId>) -> String {
+    let count = |is: &dyn Fn(&Worker) -> bool| workers.iter().filter(|worker| is(worker)).count();
+    let lost = count(&|worker| worker.standing == Standing::Lost);
+    let leaving = count(&|worker| worker.standing == Standing::Leaving);
+    let cordoned = |worker: &Worker| worker.standing == Standing::Present && worker.cordon.is_some();
+    let away = count(&|worker| worker.is_usable() && absent.contains(&worker.id));
+    let reason = workers.iter().find(|worker| cordoned(worker));
+    let reason = reason.and_then(|worker| worker.cordon.as_ref());
+    let reason = reason.map_or("", |cordon| cordon.reason.as_str());
+    let parts = [
+        (count(&cordoned), format!("cordoned ({reason})")),
+        (leaving, "leaving".to_owned()),
+        (away, "away".to_owned()),
+        (lost, "lost".to_owned()),
+    ];
+    let parts = parts.into_iter().filter(|(count, _)| *count > 0);
+    let parts: Vec<String> = parts.map(|(count, what)| format!("{count} {what}")).collect();
+    parts.join(", ")
+}
