@@ -9,6 +9,8 @@ pub mod client;
 mod error;
 pub mod http;
 pub mod journal;
+pub mod logs;
+pub mod metrics;
 pub mod pipeline;
 pub mod report;
 pub mod scheduler;

@@ -1,0 +1,232 @@
+//! What is counted: plain atomics that the loop adds to, written as OpenMetrics when somebody asks.
+//!
+//! Nothing here locks or allocates on the way of a task. Labels are the bounded words of [`labels`]; no job,
+//! task, attempt or worker is ever one.
+
+mod durations;
+mod encode;
+mod labels;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use prometheus_client::registry::Registry;
+
+use crate::scheduler::{Attempt, AttemptId, Event, Standing, State};
+use durations::Durations;
+pub use labels::Expiry;
+use labels::{End, FAILURES, KINDS, STATES, failure_index, kind_index};
+
+/// The counters. Clones are the same.
+#[derive(Debug, Clone)]
+pub struct Metrics(Arc<Counters>);
+
+/// How things stand, as the loop sees them now and then.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Standings {
+    /// Tasks that wait for a device.
+    pub queue_depth: usize,
+    /// Attempts that hold a device.
+    pub running: usize,
+    /// Workers that are connected and given work.
+    pub workers_ready: usize,
+    /// Workers that are not connected and not given up.
+    pub workers_away: usize,
+    /// Workers that are given nothing more.
+    pub workers_cordoned: usize,
+    /// Workers on their way out.
+    pub workers_leaving: usize,
+    /// Workers that were given up.
+    pub workers_lost: usize,
+    /// Clients that follow a job.
+    pub watchers: usize,
+}
+
+#[derive(Debug)]
+struct Counters {
+    tasks: [[AtomicU64; STATES]; KINDS],
+    failed: [[AtomicU64; FAILURES]; KINDS],
+    durations: [Durations; KINDS],
+    fsync: Durations,
+    expirations: [AtomicU64; Expiry::ALL.len()],
+    stale: AtomicU64,
+    queue_depth: AtomicU64,
+    running: AtomicU64,
+    workers: [AtomicU64; labels::WORKER_STATES.len()],
+    watchers: AtomicU64,
+    journal_bytes: AtomicU64,
+    /// Milliseconds since 1970; 0 for none.
+    snapshot_at: AtomicU64,
+    /// Milliseconds that the artifact store is behind the journal; `u64::MAX` when nothing is shipped.
+    ship_lag: AtomicU64,
+    disk_full: AtomicU64,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let zero = || AtomicU64::new(0);
+        Self(Arc::new(Counters {
+            tasks: std::array::from_fn(|_| std::array::from_fn(|_| zero())),
+            failed: std::array::from_fn(|_| std::array::from_fn(|_| zero())),
+            durations: std::array::from_fn(|_| Durations::of_tasks()),
+            fsync: Durations::of_disks(),
+            expirations: std::array::from_fn(|_| zero()),
+            stale: zero(),
+            queue_depth: zero(),
+            running: zero(),
+            workers: std::array::from_fn(|_| zero()),
+            watchers: zero(),
+            journal_bytes: zero(),
+            snapshot_at: zero(),
+            ship_lag: AtomicU64::new(u64::MAX),
+            disk_full: zero(),
+        }))
+    }
+}
+
+impl Metrics {
+    /// Counts an event that was decided, before it is applied to this state. Events replayed from the journal
+    /// are not counted; those of a turn that a full disk takes back are, and again when they come again.
+    pub fn observe(&self, state: &State, event: &Event) {
+        match event {
+            Event::AttemptStarted { task, .. } => {
+                let kind = state.task(*task).map_or("", |task| task.kind.as_str());
+                self.count(kind, End::Started);
+            }
+            Event::AttemptCompleted { attempt, at, .. } => {
+                let Some((attempt, kind)) = self.ended(state, *attempt) else {
+                    return;
+                };
+                self.count(kind, End::Completed);
+                let took = u64::try_from(at.saturating_sub(attempt.started_at)).unwrap_or(0);
+                if let Some(durations) = self.0.durations.get(kind_index(kind)) {
+                    durations.observe(Duration::from_millis(took));
+                }
+            }
+            Event::AttemptFailed { attempt, failure, .. } => {
+                let Some((_, kind)) = self.ended(state, *attempt) else {
+                    return;
+                };
+                self.count(kind, End::Failed);
+                let counter = self.0.failed.get(kind_index(kind));
+                add(counter.and_then(|counters| counters.get(failure_index(failure.kind))));
+            }
+            Event::AttemptLost { attempt, .. } => {
+                let Some((attempt, kind)) = self.ended(state, *attempt) else {
+                    return;
+                };
+                self.count(kind, End::Lost);
+                let worker = state.worker(attempt.worker);
+                let given_up = worker.is_some_and(|worker| worker.standing == Standing::Lost);
+                self.lease_expired(if given_up {
+                    Expiry::WorkerLost
+                } else {
+                    Expiry::WorkerRestarted
+                });
+            }
+            Event::AttemptStopped { attempt } => {
+                if let Some((_, kind)) = self.ended(state, *attempt) {
+                    self.count(kind, End::Stopped);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn ended<'a>(&self, state: &'a State, attempt: AttemptId) -> Option<(&'a Attempt, &'a str)> {
+        let attempt = state.attempt(attempt)?;
+        let kind = state.task(attempt.task).map_or("", |task| task.kind.as_str());
+        Some((attempt, kind))
+    }
+
+    fn count(&self, kind: &str, end: End) {
+        let counters = self.0.tasks.get(kind_index(kind));
+        add(counters.and_then(|counters| counters.get(end.index())));
+    }
+
+    /// A lease ended without its worker's word.
+    pub fn lease_expired(&self, reason: Expiry) {
+        add(self.0.expirations.get(reason.index()));
+    }
+
+    /// Something that was said of a lease no longer held.
+    pub fn stale_message(&self) {
+        add(Some(&self.0.stale));
+    }
+
+    /// The journal has made a batch durable.
+    pub fn journal_synced(&self, took: Duration) {
+        self.0.fsync.observe(took);
+    }
+
+    /// How things stand.
+    pub fn stand(&self, standings: &Standings) {
+        let set = |gauge: Option<&AtomicU64>, value: usize| {
+            if let Some(gauge) = gauge {
+                gauge.store(u64::try_from(value).unwrap_or(u64::MAX), Ordering::Relaxed);
+            }
+        };
+        set(Some(&self.0.queue_depth), standings.queue_depth);
+        set(Some(&self.0.running), standings.running);
+        set(Some(&self.0.watchers), standings.watchers);
+        let workers = [
+            standings.workers_ready,
+            standings.workers_away,
+            standings.workers_cordoned,
+            standings.workers_leaving,
+            standings.workers_lost,
+        ];
+        for (index, value) in workers.into_iter().enumerate() {
+            set(self.0.workers.get(index), value);
+        }
+    }
+
+    /// Bytes of the journal's segments and snapshots on disk.
+    pub fn set_journal_bytes(&self, bytes: u64) {
+        self.0.journal_bytes.store(bytes, Ordering::Relaxed);
+    }
+
+    /// A snapshot was written at this moment, milliseconds since 1970.
+    pub fn snapshot_written(&self, unix_ms: i64) {
+        let at = u64::try_from(unix_ms).unwrap_or(0);
+        self.0.snapshot_at.store(at, Ordering::Relaxed);
+    }
+
+    /// How far the artifact store is behind the journal; none when nothing is shipped.
+    pub fn set_ship_lag(&self, lag: Option<Duration>) {
+        let lag = lag.map_or(u64::MAX, |lag| u64::try_from(lag.as_millis()).unwrap_or(u64::MAX));
+        self.0.ship_lag.store(lag, Ordering::Relaxed);
+    }
+
+    /// Whether the journal's disk is full.
+    pub fn set_disk_full(&self, full: bool) {
+        self.0.disk_full.store(u64::from(full), Ordering::Relaxed);
+    }
+
+    /// How far the artifact store is behind the journal; none when nothing is shipped.
+    pub fn ship_lag(&self) -> Option<Duration> {
+        match self.0.ship_lag.load(Ordering::Relaxed) {
+            u64::MAX => None,
+            milliseconds => Some(Duration::from_millis(milliseconds)),
+        }
+    }
+
+    /// All of it as OpenMetrics text.
+    pub fn text(&self) -> String {
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(encode::Report(Arc::clone(&self.0))));
+        let mut text = String::new();
+        // Writing to a string cannot fail, and half a page is better than none.
+        let _ = prometheus_client::encoding::text::encode(&mut text, &registry);
+        text
+    }
+}
+
+fn add(counter: Option<&AtomicU64>) {
+    if let Some(counter) = counter {
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+}
