@@ -16,6 +16,7 @@ pub mod report;
 pub mod scheduler;
 pub mod service;
 pub mod spec;
+pub mod trace;
 
 pub use error::{Error, Result};
 pub use service::{Coordinator, CoordinatorOptions, Handle};

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use prometheus_client::registry::Registry;
 
-use crate::scheduler::{Attempt, AttemptId, Event, Standing, State};
+use crate::scheduler::{Attempt, AttemptId, Event, Standing, State, TaskId};
 use durations::Durations;
 pub use labels::Expiry;
 use labels::{End, FAILURES, KINDS, STATES, failure_index, kind_index};
@@ -92,12 +92,10 @@ impl Metrics {
     /// are not counted; those of a turn that a full disk takes back are, and again when they come again.
     pub fn observe(&self, state: &State, event: &Event) {
         match event {
-            Event::AttemptStarted { task, .. } => {
-                let kind = state.task(*task).map_or("", |task| task.kind.as_str());
-                self.count(kind, End::Started);
-            }
-            Event::AttemptCompleted { attempt, at, .. } => {
-                let Some((attempt, kind)) = self.ended(state, *attempt) else {
+            Event::AttemptStarted { task, .. } => self.started(state, *task, 1),
+            Event::GangFormed { task, ranks, .. } => self.started(state, *task, ranks.len()),
+            Event::AttemptCompleted { attempt, at, .. } | Event::RankCompleted { attempt, at, .. } => {
+                let Some((attempt, kind)) = ended(state, *attempt) else {
                     return;
                 };
                 self.count(kind, End::Completed);
@@ -107,7 +105,7 @@ impl Metrics {
                 }
             }
             Event::AttemptFailed { attempt, failure, .. } => {
-                let Some((_, kind)) = self.ended(state, *attempt) else {
+                let Some((_, kind)) = ended(state, *attempt) else {
                     return;
                 };
                 self.count(kind, End::Failed);
@@ -115,7 +113,7 @@ impl Metrics {
                 add(counter.and_then(|counters| counters.get(failure_index(failure.kind))));
             }
             Event::AttemptLost { attempt, .. } => {
-                let Some((attempt, kind)) = self.ended(state, *attempt) else {
+                let Some((attempt, kind)) = ended(state, *attempt) else {
                     return;
                 };
                 self.count(kind, End::Lost);
@@ -127,8 +125,8 @@ impl Metrics {
                     Expiry::WorkerRestarted
                 });
             }
-            Event::AttemptStopped { attempt } => {
-                if let Some((_, kind)) = self.ended(state, *attempt) {
+            Event::AttemptStopped { attempt, .. } | Event::AttemptHandedBack { attempt, .. } => {
+                if let Some((_, kind)) = ended(state, *attempt) {
                     self.count(kind, End::Stopped);
                 }
             }
@@ -136,10 +134,11 @@ impl Metrics {
         }
     }
 
-    fn ended<'a>(&self, state: &'a State, attempt: AttemptId) -> Option<(&'a Attempt, &'a str)> {
-        let attempt = state.attempt(attempt)?;
-        let kind = state.task(attempt.task).map_or("", |task| task.kind.as_str());
-        Some((attempt, kind))
+    fn started(&self, state: &State, task: TaskId, ranks: usize) {
+        let kind = state.task(task).map_or("", |task| task.kind.as_str());
+        for _ in 0..ranks {
+            self.count(kind, End::Started);
+        }
     }
 
     fn count(&self, kind: &str, end: End) {
@@ -223,6 +222,13 @@ impl Metrics {
         let _ = prometheus_client::encoding::text::encode(&mut text, &registry);
         text
     }
+}
+
+/// An attempt that is about to end, and the kind of its task.
+fn ended(state: &State, attempt: AttemptId) -> Option<(&Attempt, &str)> {
+    let attempt = state.attempt(attempt)?;
+    let kind = state.task(attempt.task).map_or("", |task| task.kind.as_str());
+    Some((attempt, kind))
 }
 
 fn add(counter: Option<&AtomicU64>) {
