@@ -20,21 +20,42 @@ impl BlockingStore {
     /// # Errors
     /// As [`ArtifactStore::open`], or when no runtime can be made.
     pub fn open(location: &str) -> Result<Self> {
+        Self::over(ArtifactStore::open(location)?)
+    }
+
+    /// The same over a store that is open already.
+    ///
+    /// # Errors
+    /// When no runtime can be made.
+    pub fn over(store: ArtifactStore) -> Result<Self> {
         let runtime = Builder::new_current_thread()
             .enable_all()
             .build()
             .map_err(|error| Error::Interrupted {
                 reason: error.to_string(),
             })?;
-        Ok(Self {
-            store: ArtifactStore::open(location)?,
-            runtime,
-        })
+        Ok(Self { store, runtime })
     }
 
     /// As [`ArtifactStore::location`].
     pub fn location(&self) -> String {
         self.store.location()
+    }
+
+    /// As [`ArtifactStore::check`].
+    ///
+    /// # Errors
+    /// As [`ArtifactStore::check`].
+    pub fn check(&self) -> Result<()> {
+        self.runtime.block_on(self.store.check())
+    }
+
+    /// As [`ArtifactStore::scratch_path`].
+    ///
+    /// # Errors
+    /// As [`ArtifactStore::scratch_path`].
+    pub fn scratch_path(&self) -> Result<PathBuf> {
+        self.store.scratch_path()
     }
 
     /// As [`ArtifactStore::put_bytes`].
@@ -81,15 +102,23 @@ impl BlockingStore {
     ///
     /// # Errors
     /// As [`ArtifactStore::set_record`].
-    pub fn set_record(&self, about: &Name, bytes: impl Into<Bytes>) -> Result<()> {
-        self.runtime.block_on(self.store.set_record(about, bytes))
+    pub fn set_record(&self, about: &Name, attempt: u64, bytes: &[u8]) -> Result<()> {
+        self.runtime.block_on(self.store.set_record(about, attempt, bytes))
     }
 
-    /// As [`ArtifactStore::record`].
+    /// As [`ArtifactStore::records`].
     ///
     /// # Errors
-    /// As [`ArtifactStore::record`].
-    pub fn record(&self, about: &Name) -> Result<Option<Bytes>> {
-        self.runtime.block_on(self.store.record(about))
+    /// As [`ArtifactStore::records`].
+    pub fn records(&self, about: &Name) -> Result<Vec<(u64, Bytes)>> {
+        self.runtime.block_on(self.store.records(about))
+    }
+
+    /// As [`ArtifactStore::remove_record`].
+    ///
+    /// # Errors
+    /// As [`ArtifactStore::remove_record`].
+    pub fn remove_record(&self, about: &Name, attempt: u64) -> Result<()> {
+        self.runtime.block_on(self.store.remove_record(about, attempt))
     }
 }

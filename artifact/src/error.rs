@@ -1,6 +1,7 @@
 //! What can go wrong with artifacts.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// What can go wrong with artifacts.
 #[derive(Debug, thiserror::Error)]
@@ -11,13 +12,36 @@ pub enum Error {
         /// What was given.
         name: String,
     },
-    /// A location that this build cannot open.
-    #[error("artifact store {location:?}: {reason}; give a directory or a file:// URL")]
+    /// A location that cannot be opened as given.
+    #[error(
+        "artifact store {location:?}: {reason}; give a directory, file:///DIRECTORY, s3://BUCKET/PREFIX, \
+         gs://BUCKET/PREFIX or az://CONTAINER/PREFIX"
+    )]
     Location {
         /// What was given.
         location: String,
         /// What is wrong with it.
         reason: String,
+    },
+    /// The environment does not say how to reach the store, or says it wrongly.
+    #[error("artifact store {location}: {reason}: {remedy}")]
+    Access {
+        /// The store.
+        location: String,
+        /// What is missing or refused.
+        reason: String,
+        /// The variables to set, or what else would be right.
+        remedy: String,
+    },
+    /// A setting of the environment that is not understood.
+    #[error("{variable} is {value:?}, expected {expected}")]
+    Setting {
+        /// The variable.
+        variable: &'static str,
+        /// Its value.
+        value: String,
+        /// What would be right.
+        expected: &'static str,
     },
     /// No artifact of that name.
     #[error("artifact {name} is not in the store at {location}")]
@@ -35,6 +59,20 @@ pub enum Error {
         /// The hash of what is there.
         found: String,
     },
+    /// A record or an object of an area that does not match the hash in its first line.
+    #[error("object {key} in the store at {location} is damaged: its content does not match its hash")]
+    DamagedObject {
+        /// Where it lies below the store's root.
+        key: String,
+        /// The store.
+        location: String,
+    },
+    /// A file whose content changed while it was uploaded. Nothing of it is in the store.
+    #[error("{} changed while it was stored: nobody may write it then", path.display())]
+    Changed {
+        /// The file.
+        path: PathBuf,
+    },
     /// A file that could not be read or written.
     #[error("{path}: {source}")]
     Io {
@@ -44,12 +82,24 @@ pub enum Error {
         source: std::io::Error,
     },
     /// The object store refused.
-    #[error("artifact {name}: {source}")]
+    #[error("{key} in the store at {location}: {source}")]
     Store {
-        /// The artifact.
-        name: String,
+        /// Where the object lies below the store's root.
+        key: String,
+        /// The store.
+        location: String,
         /// What the object store said.
         source: object_store::Error,
+    },
+    /// The object store did not answer in time.
+    #[error("{key}: the store at {location} did not answer within {} s: is it reachable?", deadline.as_secs())]
+    Late {
+        /// Where the object lies below the store's root.
+        key: String,
+        /// The store.
+        location: String,
+        /// How long was waited, retries included.
+        deadline: Duration,
     },
     /// A worker thread of the runtime ended without an answer.
     #[error("artifact task ended early: {reason}")]

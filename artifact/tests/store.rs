@@ -1,9 +1,11 @@
-//! What a user of the store relies on.
+//! What a user of a store in a directory relies on.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod suite;
 
 use std::fs;
 
-use espalier_artifact::{BlockingStore, Error, Name};
+use espalier_artifact::{ArtifactStore, BlockingStore, Error, Name};
 
 fn store() -> (tempfile::TempDir, BlockingStore) {
     let directory = tempfile::tempdir().unwrap();
@@ -65,7 +67,7 @@ fn an_absent_or_malformed_name_is_one_clear_error() {
         Err(Error::Name { .. })
     ));
     assert!(matches!(
-        BlockingStore::open("s3://bucket"),
+        BlockingStore::open("ftp://orchard"),
         Err(Error::Location { .. })
     ));
 }
@@ -78,4 +80,64 @@ fn a_file_that_cannot_be_read_leaves_nothing_behind() {
         Err(Error::Io { .. })
     ));
     assert_eq!(fs::read_dir(store.location()).unwrap().count(), 0);
+}
+
+async fn with_a_store(case: impl AsyncFn(&ArtifactStore)) {
+    let directory = tempfile::tempdir().unwrap();
+    let location = format!("file://{}", directory.path().join("artifacts").display());
+    let store = ArtifactStore::open(&location).unwrap();
+    store.check().await.unwrap();
+    case(&store).await;
+}
+
+#[tokio::test]
+async fn bytes_and_files_come_back_in_a_directory() {
+    with_a_store(suite::bytes_come_back_under_the_name_of_their_content).await;
+    with_a_store(suite::a_file_is_taken_in_whole_and_read_back).await;
+}
+
+#[tokio::test]
+async fn damage_is_refused_in_a_directory() {
+    with_a_store(async |store| {
+        let root = std::path::PathBuf::from(store.location());
+        suite::damage_is_refused(store, async |key, bytes| fs::write(root.join(key), bytes).unwrap()).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn records_and_areas_keep_what_is_put_in_a_directory() {
+    with_a_store(suite::every_attempt_has_a_record_of_its_own).await;
+    with_a_store(suite::an_area_keeps_what_its_owner_puts_and_lists_it_in_order).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn of_sixteen_claims_at_once_exactly_one_wins_in_a_directory() {
+    with_a_store(suite::of_sixteen_claims_at_once_exactly_one_wins).await;
+}
+
+#[tokio::test]
+async fn an_interrupted_upload_leaves_nothing_visible_in_a_directory() {
+    with_a_store(suite::an_interrupted_upload_leaves_nothing_visible).await;
+}
+
+#[tokio::test]
+async fn leftovers_of_yesterday_go_and_artifacts_and_fresh_files_stay() {
+    with_a_store(async |store| {
+        let name = store.put_bytes(b"kept".to_vec()).await.unwrap();
+        let artifact = store.get_file(name.as_str()).await.unwrap();
+        let (old, new) = (store.scratch_path().unwrap(), store.scratch_path().unwrap());
+        let staged = artifact.with_file_name("half-copied");
+        for path in [&old, &new, &staged] {
+            fs::write(path, b"unfinished").unwrap();
+        }
+        let yesterday = std::time::SystemTime::now() - std::time::Duration::from_secs(48 * 3600);
+        for path in [&old, &staged, &artifact] {
+            let file = fs::File::options().append(true).open(path).unwrap();
+            file.set_modified(yesterday).unwrap();
+        }
+        assert_eq!(store.remove_leftovers().await.unwrap(), 2);
+        assert!(artifact.exists() && new.exists() && !old.exists() && !staged.exists());
+    })
+    .await;
 }

@@ -6,6 +6,7 @@ cd "$(dirname "$0")/../.."
 cargo=${CARGO:-cargo}
 "$cargo" fmt --all --check
 "$cargo" clippy --workspace --all-targets --locked --quiet -- -D warnings
+tests/checks/moto.sh
 "$cargo" test --workspace --locked
 
 cat <<'SKIPPED'

@@ -125,7 +125,8 @@ fn attempt_once(
         store,
         Box::new(move |progress: Progress| reply(&sink, &Reply::Progress { attempt, progress })),
         Box::new(move || flag.load(Ordering::SeqCst) == attempt),
-    );
+    )
+    .with_attempt(attempt);
     match execute(&context, caches, spec) {
         Ok(result) => Reply::Output {
             attempt,

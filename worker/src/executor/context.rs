@@ -4,7 +4,6 @@
 use std::cell::Cell;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use espalier_artifact::BlockingStore;
@@ -17,9 +16,6 @@ use crate::{Error, Result};
 /// Progress is passed on at most this often; the last of a stage always is.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Tells the scratch files of one process apart.
-static SCRATCH: AtomicU64 = AtomicU64::new(0);
-
 /// Takes progress on its way to the agent.
 pub type ProgressSink = Box<dyn Fn(Progress)>;
 /// Says whether the attempt was cancelled.
@@ -31,6 +27,8 @@ pub struct Context<'a> {
     pub operations: Arc<dyn Operations>,
     /// Where shards, weights and sums lie.
     pub store: &'a BlockingStore,
+    /// The attempt's number: what it leaves for a later one is recorded under it.
+    pub attempt: u64,
     progress: ProgressSink,
     cancelled: CancelFlag,
     last_progress: Cell<Option<Instant>>,
@@ -43,10 +41,17 @@ impl<'a> Context<'a> {
         Self {
             operations,
             store,
+            attempt: 0,
             progress,
             cancelled,
             last_progress: Cell::new(None),
         }
+    }
+
+    /// The same for the attempt of this number.
+    #[must_use]
+    pub fn with_attempt(self, attempt: u64) -> Self {
+        Self { attempt, ..self }
     }
 
     /// Says how far the attempt has come, and gives it the chance to stop.
@@ -96,13 +101,7 @@ impl<'a> Context<'a> {
     /// # Errors
     /// Those of `write` and of the store.
     pub fn put_written(&self, write: impl FnOnce(&Path) -> espalier_model::Result<()>) -> Result<ArtifactId> {
-        let sequence = SCRATCH.fetch_add(1, Ordering::Relaxed);
-        let directory = Path::new(&self.store.location()).join("scratch");
-        std::fs::create_dir_all(&directory).map_err(|source| Error::Io {
-            path: directory.clone(),
-            source,
-        })?;
-        let path = directory.join(format!("{}-{sequence}", std::process::id()));
+        let path = self.store.scratch_path()?;
         let stored = write(&path)
             .map_err(Error::from)
             .and_then(|()| Ok(self.store.put_file(&path)?));

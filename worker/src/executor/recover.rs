@@ -191,7 +191,10 @@ impl Attempt<'_, '_> {
     fn earlier(&self) -> Result<Option<Checkpoint>> {
         let bytes = match &self.task.resume {
             Some(artifact) => Some(self.context.store.get_bytes(&artifact.0)?),
-            None => self.context.store.record(&self.about)?,
+            None => {
+                let records = self.context.store.records(&self.about)?;
+                records.into_iter().next_back().map(|(_, bytes)| bytes)
+            }
         };
         let Some(bytes) = bytes else { return Ok(None) };
         match serde_json::from_slice::<Checkpoint>(&bytes) {
@@ -213,7 +216,8 @@ impl Attempt<'_, '_> {
         let json = serde_json::to_vec(&checkpoint).map_err(|error| Error::Invalid {
             reason: error.to_string(),
         })?;
-        self.context.store.set_record(&self.about, json)?;
+        let attempt = self.context.attempt;
+        self.context.store.set_record(&self.about, attempt, &json)?;
         Ok(checkpoint)
     }
 

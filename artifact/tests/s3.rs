@@ -1,0 +1,180 @@
+//! The suite against a real S3 server: moto, from a virtual environment that the test target makes.
+//!
+//! What a store is opened with comes from the environment, so the cases run in processes of their own: each
+//! test here starts a server and then this program again, for the ignored tests, with the server's address.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::print_stdout)]
+
+mod suite;
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use espalier_artifact::ArtifactStore;
+
+/// Which location a process of its own opens.
+const LOCATION: &str = "ESPALIER_TEST_LOCATION";
+/// Where its server listens.
+const SERVER: &str = "ESPALIER_TEST_SERVER";
+
+struct Server {
+    process: Child,
+    address: SocketAddr,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+impl Server {
+    /// Starts one; none where moto is not installed. `open_calls` are answered before keys are checked.
+    fn start(open_calls: Option<u32>) -> Option<Self> {
+        let installed = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../.cache/venv-moto/bin/moto_server");
+        let program = std::env::var_os("ESPALIER_MOTO_SERVER").map_or(installed, PathBuf::from);
+        if !program.is_file() {
+            println!(
+                "SKIPPED: no S3 server at {}: `tests/checks/moto.sh` installs it",
+                program.display()
+            );
+            return None;
+        }
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let mut command = Command::new(program);
+        command.args(["-H", "127.0.0.1", "-p", &port.to_string()]);
+        if let Some(calls) = open_calls {
+            command.env("INITIAL_NO_AUTH_ACTION_COUNT", calls.to_string());
+        }
+        let process = command
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let address = SocketAddr::from(([127, 0, 0, 1], port));
+        let server = Self { process, address };
+        let start = Instant::now();
+        while TcpStream::connect(address).is_err() {
+            assert!(start.elapsed() < Duration::from_secs(60), "moto does not listen");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Some(server)
+    }
+
+    /// Runs one of the ignored tests with a location and these variables; gives what it printed.
+    fn run(&self, test: &str, location: &str, variables: &[(&str, &str)]) -> (bool, String) {
+        let cache = tempfile::tempdir().unwrap();
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact", test, "--nocapture", "--test-threads=1"])
+            .env_clear()
+            .env("ESPALIER_CACHE_DIR", cache.path())
+            .env(LOCATION, location)
+            .env(SERVER, self.address.to_string())
+            .env("AWS_ENDPOINT", format!("http://{}", self.address))
+            .env("AWS_ALLOW_HTTP", "true")
+            .env("AWS_ACCESS_KEY_ID", "anybody")
+            .env("AWS_SECRET_ACCESS_KEY", "anything")
+            .envs(variables.iter().copied())
+            .output()
+            .unwrap();
+        let printed = [output.stdout, output.stderr].concat();
+        (
+            output.status.success(),
+            String::from_utf8_lossy(&printed).into_owned(),
+        )
+    }
+}
+
+/// A request without a signature, which moto takes: to make a bucket, or to damage what is in one.
+fn put(server: &str, path: &str, body: &[u8]) {
+    let mut stream = TcpStream::connect(server).unwrap();
+    let head = format!(
+        "PUT /{path} HTTP/1.1\r\nHost: {server}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+        body.len()
+    );
+    stream.write_all(head.as_bytes()).unwrap();
+    stream.write_all(body).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+}
+
+#[test]
+fn everything_that_holds_in_a_directory_holds_in_s3() {
+    let Some(server) = Server::start(None) else { return };
+    put(&server.address.to_string(), "orchard", b"");
+    let (passed, printed) = server.run("in_s3", "s3://orchard/some/prefix", &[]);
+    assert!(passed, "{printed}");
+}
+
+#[test]
+fn a_store_that_cannot_be_used_is_said_at_the_start_with_what_to_set() {
+    let Some(server) = Server::start(None) else { return };
+    let cases: &[(&str, &[(&str, &str)], &str)] = &[
+        ("s3://no-such-bucket", &[], "there is no such bucket"),
+        ("s3://", &[], "it names no bucket"),
+        ("s4://orchard", &[], "scheme \"s4\" is not supported"),
+        ("s3://key:secret@orchard/x", &[], "those come from the environment"),
+        ("s3://orchard", &[("AWS_ALLOW_HTTP", "false")], "set AWS_ALLOW_HTTP=true"),
+        ("s3://orchard", &[("AWS_SECRET_ACCESS_KEY", "")], "AWS_SECRET_ACCESS_KEY is not set"),
+        ("s3://orchard", &[("AWS_ENDPOINT", "nonsense")], "AWS_ENDPOINT is \"nonsense\", which is no URL"),
+        ("s3://orchard", &[("ESPALIER_CACHE_BYTES", "lots")], "ESPALIER_CACHE_BYTES is \"lots\""),
+        ("az://orchard", &[], "AZURE_STORAGE_ACCOUNT_NAME is not set"),
+    ];
+    for (location, variables, expected) in cases {
+        let (passed, printed) = server.run("is_refused", location, variables);
+        assert!(passed, "{location} {variables:?}: {printed}");
+        assert!(printed.contains(expected), "{location} {variables:?}: {printed}");
+    }
+}
+
+#[test]
+fn wrong_credentials_are_said_at_the_start_with_the_variables_that_hold_them() {
+    let Some(server) = Server::start(Some(0)) else { return };
+    let (passed, printed) = server.run("is_refused", "s3://orchard", &[]);
+    assert!(passed, "{printed}");
+    assert!(
+        printed.contains("access is denied") && printed.contains("set AWS_ACCESS_KEY_ID"),
+        "{printed}"
+    );
+}
+
+#[tokio::test]
+#[ignore = "run by everything_that_holds_in_a_directory_holds_in_s3, with a server"]
+async fn in_s3() {
+    let store = ArtifactStore::open(&std::env::var(LOCATION).unwrap()).unwrap();
+    store.check().await.unwrap();
+    assert_eq!(store.location(), "s3://orchard/some/prefix");
+    suite::bytes_come_back_under_the_name_of_their_content(&store).await;
+    suite::a_file_is_taken_in_whole_and_read_back(&store).await;
+    let server = std::env::var(SERVER).unwrap();
+    let damage = async |key: &str, bytes: &[u8]| put(&server, &format!("orchard/some/prefix/{key}"), bytes);
+    suite::damage_is_refused(&store, damage).await;
+    suite::every_attempt_has_a_record_of_its_own(&store).await;
+    suite::an_area_keeps_what_its_owner_puts_and_lists_it_in_order(&store).await;
+    suite::of_sixteen_claims_at_once_exactly_one_wins(&store).await;
+    suite::an_interrupted_upload_leaves_nothing_visible(&store).await;
+    a_damaged_copy_in_the_cache_is_fetched_again(&store).await;
+}
+
+async fn a_damaged_copy_in_the_cache_is_fetched_again(store: &ArtifactStore) {
+    let name = store.put_bytes(b"medlar".to_vec()).await.unwrap();
+    let copy = store.get_file(name.as_str()).await.unwrap();
+    std::fs::write(&copy, b"rotten").unwrap();
+    let again = store.get_file(name.as_str()).await.unwrap();
+    assert_eq!(std::fs::read(again).unwrap(), b"medlar");
+}
+
+#[tokio::test]
+#[ignore = "run by the tests of what is refused, with a server"]
+async fn is_refused() {
+    let opened = ArtifactStore::open(&std::env::var(LOCATION).unwrap());
+    let refused = match opened {
+        Ok(store) => store.check().await.unwrap_err(),
+        Err(error) => error,
+    };
+    println!("{refused}");
+}
