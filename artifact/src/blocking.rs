@@ -103,7 +103,8 @@ impl BlockingStore {
     /// # Errors
     /// As [`ArtifactStore::set_record`].
     pub fn set_record(&self, about: &Name, attempt: u64, bytes: &[u8]) -> Result<()> {
-        self.runtime.block_on(self.store.set_record(about, attempt, bytes))
+        self.runtime
+            .block_on(self.store.set_record(about, attempt, bytes))
     }
 
     /// As [`ArtifactStore::records`].

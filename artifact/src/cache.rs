@@ -34,7 +34,12 @@ pub(crate) fn unused_path(directory: &Path) -> PathBuf {
     use std::hash::{BuildHasher, Hasher};
     // RandomState is seeded from the system: two processes never agree, nor two machines.
     let random = || std::hash::RandomState::new().build_hasher().finish();
-    directory.join(format!("{}-{:016x}{:016x}", std::process::id(), random(), random()))
+    directory.join(format!(
+        "{}-{:016x}{:016x}",
+        std::process::id(),
+        random(),
+        random()
+    ))
 }
 
 /// Names an operation's file in its error.

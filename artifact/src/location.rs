@@ -106,8 +106,8 @@ pub(crate) fn open(location: &str) -> Result<Opened> {
             "user names, ports and queries have no place in it: those come from the environment",
         ));
     }
-    let prefix = object_store::path::Path::parse(prefix)
-        .map_err(|error| refused(location, &error.to_string()))?;
+    let prefix =
+        object_store::path::Path::parse(prefix).map_err(|error| refused(location, &error.to_string()))?;
     let location = if prefix.as_ref().is_empty() {
         format!("{scheme}://{bucket}")
     } else {

@@ -33,10 +33,7 @@ pub struct Objects {
 
 impl fmt::Debug for Objects {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_tuple("Objects")
-            .field(&self.location)
-            .finish()
+        formatter.debug_tuple("Objects").field(&self.location).finish()
     }
 }
 
@@ -81,9 +78,19 @@ impl Objects {
             remedy: remedy.to_owned(),
         };
         let text = source.to_string();
+        // Listings give no kind of error, only the answer's text.
+        let denied = matches!(
+            source,
+            object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. }
+        ) || text.contains("403 Forbidden")
+            || text.contains("401 Unauthorized");
         match source {
-            object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. } => {
-                access(format!("access is denied ({text})"), self.remedy)
+            _ if denied => {
+                let code = text
+                    .split_once("<Code>")
+                    .and_then(|(_, rest)| rest.split_once("</Code>"))
+                    .map_or(text.as_str(), |(code, _)| code);
+                access(format!("access is denied ({code})"), self.remedy)
             }
             _ if text.contains("NoSuchBucket") || text.contains("ContainerNotFound") => access(
                 "there is no such bucket".to_owned(),

@@ -415,10 +415,7 @@ fn take_file(root: &Path, path: &Path) -> Result<Name> {
     let target = root.join(name.key());
     let directory = target.parent().unwrap_or(root);
     fs::create_dir_all(directory).map_err(io_error(directory))?;
-    let file = File::options()
-        .append(true)
-        .open(path)
-        .map_err(io_error(path))?;
+    let file = File::options().append(true).open(path).map_err(io_error(path))?;
     // Collecting garbage goes by the age of the putting, not of the writing.
     file.set_modified(SystemTime::now())
         .and_then(|()| file.sync_all())

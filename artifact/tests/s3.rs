@@ -13,11 +13,11 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use espalier_artifact::ArtifactStore;
+use object_store::ObjectStoreExt;
+use object_store::aws::AmazonS3Builder;
 
 /// Which location a process of its own opens.
 const LOCATION: &str = "ESPALIER_TEST_LOCATION";
-/// Where its server listens.
-const SERVER: &str = "ESPALIER_TEST_SERVER";
 
 struct Server {
     process: Child,
@@ -43,7 +43,11 @@ impl Server {
             );
             return None;
         }
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = TcpListener::bind("127.0.0.1:0")
+            .unwrap()
+            .local_addr()
+            .unwrap()
+            .port();
         let mut command = Command::new(program);
         command.args(["-H", "127.0.0.1", "-p", &port.to_string()]);
         if let Some(calls) = open_calls {
@@ -72,7 +76,6 @@ impl Server {
             .env_clear()
             .env("ESPALIER_CACHE_DIR", cache.path())
             .env(LOCATION, location)
-            .env(SERVER, self.address.to_string())
             .env("AWS_ENDPOINT", format!("http://{}", self.address))
             .env("AWS_ALLOW_HTTP", "true")
             .env("AWS_ACCESS_KEY_ID", "anybody")
@@ -88,24 +91,26 @@ impl Server {
     }
 }
 
-/// A request without a signature, which moto takes: to make a bucket, or to damage what is in one.
-fn put(server: &str, path: &str, body: &[u8]) {
+/// A request without a signature, which moto takes for this.
+fn make_bucket(server: SocketAddr, bucket: &str) {
     let mut stream = TcpStream::connect(server).unwrap();
-    let head = format!(
-        "PUT /{path} HTTP/1.1\r\nHost: {server}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-        body.len()
-    );
-    stream.write_all(head.as_bytes()).unwrap();
-    stream.write_all(body).unwrap();
+    let request = format!("PUT /{bucket} HTTP/1.0\r\nHost: {server}\r\nContent-Length: 0\r\n\r\n");
+    stream.write_all(request.as_bytes()).unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
-    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert!(
+        answer
+            .split_whitespace()
+            .nth(1)
+            .is_some_and(|status| status == "200"),
+        "{answer}"
+    );
 }
 
 #[test]
 fn everything_that_holds_in_a_directory_holds_in_s3() {
     let Some(server) = Server::start(None) else { return };
-    put(&server.address.to_string(), "orchard", b"");
+    make_bucket(server.address, "orchard");
     let (passed, printed) = server.run("in_s3", "s3://orchard/some/prefix", &[]);
     assert!(passed, "{printed}");
 }
@@ -117,11 +122,31 @@ fn a_store_that_cannot_be_used_is_said_at_the_start_with_what_to_set() {
         ("s3://no-such-bucket", &[], "there is no such bucket"),
         ("s3://", &[], "it names no bucket"),
         ("s4://orchard", &[], "scheme \"s4\" is not supported"),
-        ("s3://key:secret@orchard/x", &[], "those come from the environment"),
-        ("s3://orchard", &[("AWS_ALLOW_HTTP", "false")], "set AWS_ALLOW_HTTP=true"),
-        ("s3://orchard", &[("AWS_SECRET_ACCESS_KEY", "")], "AWS_SECRET_ACCESS_KEY is not set"),
-        ("s3://orchard", &[("AWS_ENDPOINT", "nonsense")], "AWS_ENDPOINT is \"nonsense\", which is no URL"),
-        ("s3://orchard", &[("ESPALIER_CACHE_BYTES", "lots")], "ESPALIER_CACHE_BYTES is \"lots\""),
+        (
+            "s3://key:secret@orchard/x",
+            &[],
+            "those come from the environment",
+        ),
+        (
+            "s3://orchard",
+            &[("AWS_ALLOW_HTTP", "false")],
+            "set AWS_ALLOW_HTTP=true",
+        ),
+        (
+            "s3://orchard",
+            &[("AWS_SECRET_ACCESS_KEY", "")],
+            "AWS_SECRET_ACCESS_KEY is not set",
+        ),
+        (
+            "s3://orchard",
+            &[("AWS_ENDPOINT", "nonsense")],
+            "AWS_ENDPOINT is \"nonsense\", which is no URL",
+        ),
+        (
+            "s3://orchard",
+            &[("ESPALIER_CACHE_BYTES", "lots")],
+            "ESPALIER_CACHE_BYTES is \"lots\"",
+        ),
         ("az://orchard", &[], "AZURE_STORAGE_ACCOUNT_NAME is not set"),
     ];
     for (location, variables, expected) in cases {
@@ -133,7 +158,9 @@ fn a_store_that_cannot_be_used_is_said_at_the_start_with_what_to_set() {
 
 #[test]
 fn wrong_credentials_are_said_at_the_start_with_the_variables_that_hold_them() {
-    let Some(server) = Server::start(Some(0)) else { return };
+    let Some(server) = Server::start(Some(0)) else {
+        return;
+    };
     let (passed, printed) = server.run("is_refused", "s3://orchard", &[]);
     assert!(passed, "{printed}");
     assert!(
@@ -150,8 +177,14 @@ async fn in_s3() {
     assert_eq!(store.location(), "s3://orchard/some/prefix");
     suite::bytes_come_back_under_the_name_of_their_content(&store).await;
     suite::a_file_is_taken_in_whole_and_read_back(&store).await;
-    let server = std::env::var(SERVER).unwrap();
-    let damage = async |key: &str, bytes: &[u8]| put(&server, &format!("orchard/some/prefix/{key}"), bytes);
+    let bucket = AmazonS3Builder::from_env()
+        .with_bucket_name("orchard")
+        .build()
+        .unwrap();
+    let damage = async |key: &str, bytes: &[u8]| {
+        let key = format!("some/prefix/{key}").into();
+        bucket.put(&key, bytes.to_vec().into()).await.unwrap();
+    };
     suite::damage_is_refused(&store, damage).await;
     suite::every_attempt_has_a_record_of_its_own(&store).await;
     suite::an_area_keeps_what_its_owner_puts_and_lists_it_in_order(&store).await;

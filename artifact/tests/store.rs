@@ -100,7 +100,10 @@ async fn bytes_and_files_come_back_in_a_directory() {
 async fn damage_is_refused_in_a_directory() {
     with_a_store(async |store| {
         let root = std::path::PathBuf::from(store.location());
-        suite::damage_is_refused(store, async |key, bytes| fs::write(root.join(key), bytes).unwrap()).await;
+        suite::damage_is_refused(store, async |key, bytes| {
+            fs::write(root.join(key), bytes).unwrap()
+        })
+        .await;
     })
     .await;
 }
