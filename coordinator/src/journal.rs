@@ -2,31 +2,42 @@
 //!
 //! ```text
 //! frame   = header, payload
-//! header  = payload length u32 | schema version u32 | sequence u64 | payload CRC32C u32 | header CRC32C u32
+//! header  = payload length u32 | schema version u16 | flags u16 | sequence u64 | payload CRC32C u32
+//!           | header CRC32C u32
 //! payload = JSON list of events that happened together
 //! ```
 //!
-//! All integers are little-endian. The header has a checksum of its own so that a torn tail (which is cut)
-//! and a damaged length (which is refused) can be told apart: see [`Tail`]. Nothing here knows what an event
-//! means.
+//! All integers are little-endian. The header has a checksum of its own and says where commits begin, so
+//! that a torn tail (which is cut) and a damaged frame (which is refused) can be told apart: see [`Tail`].
+//! Beside the segments lie snapshots of the state ([`snapshot`]). Every byte goes through a [`disk::Disk`].
+//! Nothing here knows what an event means.
 
+pub mod disk;
 mod frame;
+#[cfg(feature = "planted-bugs")]
+pub mod planted;
+mod replay;
+mod sealed;
 mod segment;
+mod snapshot;
 #[cfg(test)]
 mod tests;
 mod writer;
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use disk::Disk;
 pub use frame::{SCHEMA_VERSION, Tail};
+pub use replay::Fold;
+pub use snapshot::Due;
 pub use writer::{Journal, Options};
 
 /// What can go wrong with a journal.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Reading or writing failed.
-    #[error("cannot {action} journal {}: {source}", path.display())]
+    #[error("cannot {action} {}: {source}", path.display())]
     Io {
         /// What was tried.
         action: &'static str,
@@ -43,9 +54,9 @@ pub enum Error {
     },
     /// A frame that was durable is damaged.
     #[error(
-        "journal {} is damaged at byte {offset} ({what}): restore the file from a backup, or give up what \
-         came after by `truncate -s {offset} {}` and removing later segments, keeping a copy of both",
-        path.display(), path.display()
+        "journal {} is damaged at byte {offset} ({what}): restore it from a backup, or give up what came after \
+         by `{}`, which keeps a copy",
+        path.display(), remedy(path.parent())
     )]
     Damaged {
         /// The file.
@@ -55,10 +66,30 @@ pub enum Error {
         /// What is wrong with it.
         what: String,
     },
+    /// A snapshot is damaged.
+    #[error(
+        "snapshot {} is damaged ({what}): the one before it is used where it can be, else run `{}`",
+        path.display(), remedy(path.parent())
+    )]
+    DamagedSnapshot {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// Neither a snapshot nor the first frames are there to begin with.
+    #[error(
+        "journal {} has no snapshot that can be used and does not go back to its first frame: restore it from a \
+         backup, or set it aside by `{}` and start from the artifact store or anew",
+        directory.display(), remedy(Some(directory))
+    )]
+    NoBase {
+        /// The journal's directory.
+        directory: PathBuf,
+    },
     /// Written by a newer build.
     #[error(
-        "journal {} has schema version {found} at byte {offset}, this build knows up to {known}: start the \
-         newer build",
+        "{} has schema version {found} at byte {offset}, this build knows up to {known}: start the newer build",
         path.display()
     )]
     TooNew {
@@ -82,4 +113,35 @@ pub enum Error {
     /// The journal failed before and must be opened anew.
     #[error("the journal failed before: restart the coordinator")]
     Failed,
+}
+
+/// The command that mends what lies in a journal's directory.
+fn remedy(directory: Option<&Path>) -> String {
+    let data_dir = directory.and_then(Path::parent).unwrap_or(Path::new("."));
+    format!("espalier doctor repair --data-dir {}", data_dir.display())
+}
+
+fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+    let path = path.to_owned();
+    move |source| Error::Io { action, path, source }
+}
+
+/// Files of a directory named by a number, in its order.
+fn numbered(
+    disk: &dyn Disk,
+    directory: &Path,
+    before: &str,
+    after: &str,
+) -> Result<Vec<(u64, PathBuf)>, Error> {
+    let number = |path: &PathBuf| {
+        let name = path.file_name()?.to_str()?;
+        name.strip_prefix(before)?.strip_suffix(after)?.parse().ok()
+    };
+    let paths = disk.list(directory).map_err(io_error("list", directory))?;
+    let mut files: Vec<(u64, PathBuf)> = paths
+        .into_iter()
+        .filter_map(|path| Some((number(&path)?, path)))
+        .collect();
+    files.sort();
+    Ok(files)
 }

@@ -7,6 +7,7 @@
 
 pub mod client;
 mod error;
+mod history;
 pub mod http;
 pub mod journal;
 pub mod logs;

@@ -32,6 +32,7 @@ use tokio::time::{Instant, MissedTickBehavior, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use crate::journal::disk::SystemDisk;
 use crate::{Error, Result, http};
 pub use adapter::PipelinePlanner;
 use owner::{BATCH, Owner, Request, TICK};
@@ -115,6 +116,7 @@ impl Coordinator {
                 let surroundings = Surroundings {
                     clock: Arc::new(SystemClock::default()),
                     beside: Arc::new(beside),
+                    disk: Arc::new(SystemDisk),
                     store: store_url(&options)?,
                 };
                 Owner::open(options, planner, surroundings)

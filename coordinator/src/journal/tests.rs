@@ -1,14 +1,50 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod faulty;
+mod snapshots;
+
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use super::{Error, Journal, Options};
+use super::disk::{Disk, SystemDisk};
+use super::{Error, Fold, Journal, Options};
+use faulty::FaultyDisk;
 
 fn open(directory: &Path) -> Result<(Journal, Vec<String>), Error> {
-    let mut events = Vec::new();
-    let journal = Journal::open(directory, Options::default(), &mut |event| events.push(event))?;
-    Ok((journal, events))
+    open_on(Arc::new(SystemDisk), directory)
+}
+
+fn open_on(disk: Arc<dyn Disk>, directory: &Path) -> Result<(Journal, Vec<String>), Error> {
+    let mut told = Told::default();
+    let journal = Journal::open(disk, directory, Options::default(), &mut told)?;
+    Ok((journal, told.all()))
+}
+
+/// A state that is a list of the events it has seen.
+#[derive(Debug, Default)]
+struct Told {
+    snapshot: Vec<String>,
+    after: Vec<String>,
+}
+
+impl Told {
+    fn all(self) -> Vec<String> {
+        [self.snapshot, self.after].concat()
+    }
+}
+
+impl Fold for Told {
+    type Event = String;
+
+    fn restore(&mut self, json: &[u8]) -> Result<(), String> {
+        self.snapshot = serde_json::from_slice(json).map_err(|error| error.to_string())?;
+        Ok(())
+    }
+
+    fn event(&mut self, _sequence: u64, event: String) {
+        self.after.push(event);
+    }
 }
 
 fn written(directory: &Path, batches: &[&[&str]]) -> PathBuf {
@@ -82,29 +118,11 @@ fn any_flipped_bit_is_refused_with_the_place_and_the_remedy() {
             flipped[at] ^= 1 << bit;
             fs::write(&path, &flipped).unwrap();
             let error = open(directory.path()).expect_err("a flipped bit was read");
-            let Error::Damaged { offset, .. } = &error else {
-                panic!("{at}: {error}")
-            };
-            let remedy = format!("truncate -s {offset} ");
-            assert!(error.to_string().contains(&remedy), "{error}");
+            assert!(matches!(error, Error::Damaged { .. }), "{at}: {error}");
+            let remedy = "espalier doctor repair --data-dir ";
+            assert!(error.to_string().contains(remedy), "{error}");
         }
     }
-}
-
-#[test]
-fn the_remedy_of_a_damaged_journal_works() {
-    let directory = tempfile::tempdir().unwrap();
-    let path = written(directory.path(), &[&["first"], &["second"], &["third"]]);
-    let mut bytes = fs::read(&path).unwrap();
-    let middle = bytes.len() / 2;
-    bytes[middle] ^= 1;
-    fs::write(&path, &bytes).unwrap();
-    let Err(Error::Damaged { offset, .. }) = open(directory.path()) else {
-        panic!("was read")
-    };
-    bytes.truncate(usize::try_from(offset).unwrap());
-    fs::write(&path, &bytes).unwrap();
-    assert_eq!(open(directory.path()).unwrap().1, ["first"]);
 }
 
 #[test]
@@ -128,7 +146,8 @@ fn sixty_four_zeroed_bytes_anywhere_never_panic_nor_invent_events() {
 fn segments_follow_each_other_and_a_missing_one_is_noticed() {
     let directory = tempfile::tempdir().unwrap();
     let options = Options { segment_bytes: 60 };
-    let mut journal = Journal::open(directory.path(), options, &mut |_: String| panic!("empty")).unwrap();
+    let disk = Arc::new(SystemDisk);
+    let mut journal = Journal::open(disk, directory.path(), options, &mut Told::default()).unwrap();
     let events: Vec<String> = (0..20).map(|number| format!("event {number}")).collect();
     for event in &events {
         journal.append(&[event]).unwrap();
@@ -162,20 +181,73 @@ fn a_newer_schema_is_refused_by_its_number() {
 }
 
 #[test]
-fn a_full_disk_keeps_nothing_of_the_batch_and_the_journal_goes_on() {
-    let Ok(mut full) = fs::OpenOptions::new().write(true).open("/dev/full") else {
-        return;
-    };
-    let refused = std::io::Write::write_all(&mut full, b"x").and_then(|()| full.sync_data());
-    let directory = tempfile::tempdir().unwrap();
-    let (mut journal, _) = open(directory.path()).unwrap();
+fn a_full_disk_takes_back_the_whole_batch() {
+    let (disk, directory) = (FaultyDisk::default(), Path::new("journal"));
+    let (mut journal, _) = open_on(Arc::new(disk.clone()), directory).unwrap();
     journal.append(&["kept"]).unwrap();
     journal.commit().unwrap();
-    journal.append(&["dropped"]).unwrap();
-    let error = journal.undo(refused.unwrap_err());
+    disk.set_room(Some(40));
+    journal.append(&["this one would fit"]).unwrap();
+    journal.append(&["this one does not"]).unwrap();
+    let error = journal.commit().unwrap_err();
     assert!(matches!(error, Error::Full { .. }), "{error}");
+    let mut read = Told::default();
+    journal.replay(&mut read).unwrap();
+    assert_eq!(read.all(), ["kept"]);
+    disk.set_room(None);
     journal.append(&["after"]).unwrap();
     journal.commit().unwrap();
     drop(journal);
-    assert_eq!(open(directory.path()).unwrap().1, ["kept", "after"]);
+    let disk = disk.after_power_cut(0, false);
+    assert_eq!(open_on(Arc::new(disk), directory).unwrap().1, ["kept", "after"]);
+}
+
+#[test]
+fn a_failed_sync_is_never_tried_again() {
+    let (disk, directory) = (FaultyDisk::default(), Path::new("journal"));
+    let (mut journal, _) = open_on(Arc::new(disk.clone()), directory).unwrap();
+    journal.append(&["first"]).unwrap();
+    disk.fail_syncs();
+    assert!(matches!(journal.commit(), Err(Error::Io { action: "sync", .. })));
+    assert!(matches!(journal.commit(), Err(Error::Failed)));
+}
+
+/// Commits ten events in small segments; gives how many were acknowledged before the disk failed.
+fn commit_ten(disk: &FaultyDisk, directory: &Path) -> usize {
+    let options = Options { segment_bytes: 100 };
+    let disk = Arc::new(disk.clone());
+    let Ok(mut journal) = Journal::open(disk, directory, options, &mut Told::default()) else {
+        return 0;
+    };
+    for number in 0..10 {
+        journal.append(&[format!("event {number}")]).unwrap();
+        journal.append(&[format!("and its echo {number}")]).unwrap();
+        if journal.commit().is_err() {
+            return number;
+        }
+    }
+    10
+}
+
+#[test]
+fn an_acknowledged_event_survives_a_crash_at_any_write() {
+    let directory = Path::new("journal");
+    let undisturbed = FaultyDisk::default();
+    assert_eq!(commit_ten(&undisturbed, directory), 10);
+    for crash in 1..=undisturbed.writes() {
+        let disk = FaultyDisk::default();
+        disk.crash_at(crash);
+        let acknowledged = commit_ten(&disk, directory);
+        for kept in [0, 1, 30, 60] {
+            for zeros in [false, true] {
+                let found = disk.after_power_cut(kept, zeros);
+                let (_, events) = open_on(Arc::new(found), directory).unwrap();
+                let at = format!("write {crash}, {kept} bytes kept, zeros {zeros}");
+                assert!(events.len() >= 2 * acknowledged, "{at}: {events:?}");
+                let truth =
+                    (0..10).flat_map(|number| [format!("event {number}"), format!("and its echo {number}")]);
+                assert!(truth.zip(&events).all(|(truth, event)| truth == *event), "{at}");
+            }
+        }
+    }
 }

@@ -1,25 +1,28 @@
 //! Appending: batches are buffered, then written and fsynced together.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Seek, SeekFrom, Write};
+use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::Serialize;
-use serde::de::DeserializeOwned;
 
-use super::{Error, frame, segment};
+use super::disk::{Disk, DiskFile, PARTIAL};
+use super::replay::{self, Fold, Found};
+use super::snapshot::{self, Due};
+use super::{Error, frame, io_error, segment};
 
 /// How a journal is kept.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// A segment that is larger is closed and a new one begun.
+    /// A segment that is larger is closed and a new one begun. A snapshot is due then, unless the state is so
+    /// large that taking one would cost more than reading the segments again.
     pub segment_bytes: u64,
 }
 
 impl Default for Options {
     fn default() -> Self {
         Self {
-            segment_bytes: 64 << 20,
+            segment_bytes: 16 << 20,
         }
     }
 }
@@ -27,9 +30,10 @@ impl Default for Options {
 /// A journal that is open for appending. One process at a time: the owner of the directory sees to it.
 #[derive(Debug)]
 pub struct Journal {
+    disk: Arc<dyn Disk>,
     directory: PathBuf,
     options: Options,
-    file: File,
+    file: Box<dyn DiskFile>,
     path: PathBuf,
     /// Bytes of the segment that are durable.
     durable: u64,
@@ -38,44 +42,58 @@ pub struct Journal {
     /// Frames that are not written yet.
     buffer: Vec<u8>,
     buffered: u64,
+    snapshots: Snapshots,
     failed: bool,
 }
 
-pub(super) fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
-    let path = path.to_owned();
-    move |source| Error::Io { action, path, source }
+/// When the next snapshot is worth taking.
+#[derive(Debug, Default)]
+struct Snapshots {
+    /// Whether the last commit closed a segment.
+    rolled: bool,
+    under_way: bool,
+    /// Bytes of frames since the newest.
+    bytes_since: u64,
+    /// Bytes of the newest one's JSON; taking the next will cost about as much as that.
+    newest_bytes: u64,
 }
 
 impl Journal {
-    /// Opens the journal in a directory, giving every event to `visit` in order; cuts a torn tail.
+    /// Opens the journal in a directory and reads it into `fold`: the newest sound snapshot, then every event
+    /// after it in order. Cuts a torn tail.
     ///
     /// # Errors
-    /// When the directory cannot be used, or a frame is damaged or too new.
-    pub fn open<E: DeserializeOwned>(
+    /// When the directory cannot be used, or a frame that is needed is damaged, missing or too new.
+    pub fn open<F: Fold>(
+        disk: Arc<dyn Disk>,
         directory: &Path,
         options: Options,
-        visit: &mut dyn FnMut(E),
+        fold: &mut F,
     ) -> Result<Self, Error> {
-        fs::create_dir_all(directory).map_err(io_error("create", directory))?;
-        let end = segment::read(directory, &mut |payload| {
-            let events: Vec<E> = serde_json::from_slice(payload).map_err(|error| error.to_string())?;
-            events.into_iter().for_each(&mut *visit);
-            Ok(())
-        })?;
-        let path = end
-            .last
-            .unwrap_or_else(|| directory.join(segment::name(end.next)));
-        let mut file = OpenOptions::new()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .open(&path)
-            .map_err(io_error("open", &path))?;
-        file.set_len(end.length).map_err(io_error("cut", &path))?;
-        file.seek(SeekFrom::End(0)).map_err(io_error("seek in", &path))?;
-        file.sync_all().map_err(io_error("sync", &path))?;
-        sync_directory(directory)?;
+        make_directory(disk.as_ref(), directory)?;
+        let found = replay::read(disk.as_ref(), directory, fold)?;
+        tidy(disk.as_ref(), directory, &found)?;
+        let end = found.end;
+        if end.torn > 0 {
+            tracing::warn!(
+                bytes = end.torn,
+                after_frame = end.next.saturating_sub(1),
+                "the end of the journal was not finished when the coordinator stopped: it is cut"
+            );
+        }
+        let (path, mut file) = if let Some(last) = end.last {
+            let file = disk.open(&last, end.length).map_err(io_error("open", &last))?;
+            (last, file)
+        } else {
+            let first = directory.join(segment::name(end.next));
+            let file = disk.create(&first).map_err(io_error("begin", &first))?;
+            (first, file)
+        };
+        file.sync().map_err(io_error("sync", &path))?;
+        disk.sync_directory(directory)
+            .map_err(io_error("sync", directory))?;
         Ok(Self {
+            disk,
             directory: directory.to_owned(),
             options,
             file,
@@ -84,34 +102,48 @@ impl Journal {
             next: end.next,
             buffer: Vec::new(),
             buffered: 0,
+            snapshots: Snapshots {
+                bytes_since: end.read,
+                newest_bytes: found.base_bytes,
+                ..Snapshots::default()
+            },
             failed: false,
         })
+    }
+
+    /// The last frame that is durable; 0 before the first.
+    pub fn last(&self) -> u64 {
+        self.next.saturating_sub(1)
+    }
+
+    /// Where its files lie.
+    pub fn directory(&self) -> &Path {
+        &self.directory
     }
 
     /// Buffers events that happened together. Nothing is durable before [`Journal::commit`].
     ///
     /// # Errors
-    /// When they are too large for a frame.
+    /// When they are too large for a frame, which then is not kept.
     pub fn append<E: Serialize>(&mut self, events: &[E]) -> Result<(), Error> {
         if events.is_empty() {
             return Ok(());
         }
-        let payload = serde_json::to_vec(events).map_err(|source| Error::Io {
-            action: "encode events for",
-            path: self.path.clone(),
-            source: source.into(),
-        })?;
-        let too_large = Error::TooLarge {
-            bytes: payload.len(),
-            limit: frame::PAYLOAD_LIMIT_BYTES,
-        };
-        if payload.len() > frame::PAYLOAD_LIMIT_BYTES {
-            return Err(too_large);
-        }
+        let at = frame::begin(&mut self.buffer);
         let sequence = self.next.saturating_add(self.buffered);
-        frame::encode(&mut self.buffer, sequence, &payload).ok_or(too_large)?;
-        self.buffered = self.buffered.saturating_add(1);
-        Ok(())
+        let appended = serde_json::to_writer(&mut self.buffer, events)
+            .map_err(|error| io_error("encode events for", &self.path)(error.into()))
+            .and_then(|()| {
+                frame::finish(&mut self.buffer, at, sequence, at == 0).map_err(|bytes| Error::TooLarge {
+                    bytes,
+                    limit: frame::PAYLOAD_LIMIT_BYTES,
+                })
+            });
+        match appended {
+            Ok(()) => self.buffered = self.buffered.saturating_add(1),
+            Err(_) => self.buffer.truncate(at),
+        }
+        appended
     }
 
     /// Writes what is buffered and returns once it is durable.
@@ -126,97 +158,140 @@ impl Journal {
         if self.buffer.is_empty() {
             return Ok(());
         }
-        if let Err(source) = self.file.write_all(&self.buffer) {
+        if let Err(source) = self.file.append(&self.buffer) {
             return Err(self.undo(source));
         }
-        if let Err(source) = self.file.sync_data() {
+        if let Err(source) = self.sync() {
             // What an fsync failed on may never reach the disk, whatever a second one says.
             self.failed = true;
-            return Err(Error::Io {
-                action: "sync",
-                path: self.path.clone(),
-                source,
-            });
+            return Err(io_error("sync", &self.path)(source));
         }
         let written = u64::try_from(self.buffer.len()).unwrap_or(u64::MAX);
         self.durable = self.durable.saturating_add(written);
+        self.snapshots.bytes_since = self.snapshots.bytes_since.saturating_add(written);
         self.next = self.next.saturating_add(self.buffered);
-        self.buffer.clear();
-        self.buffered = 0;
+        self.forget_buffer();
+        self.snapshots.rolled = false;
         if self.durable >= self.options.segment_bytes {
             self.roll()?;
         }
         Ok(())
     }
 
-    pub(super) fn undo(&mut self, source: io::Error) -> Error {
+    fn sync(&mut self) -> io::Result<()> {
+        #[cfg(feature = "planted-bugs")]
+        if super::planted::skips_fsync() {
+            return Ok(());
+        }
+        self.file.sync()
+    }
+
+    fn forget_buffer(&mut self) {
+        /// A batch that was larger than this is rare; its room is given back.
+        const KEPT_BYTES: usize = 4 << 20;
         self.buffer.clear();
+        self.buffer.shrink_to(KEPT_BYTES);
         self.buffered = 0;
-        let full = matches!(
-            source.kind(),
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
-        );
-        let cut = self
-            .file
-            .set_len(self.durable)
-            .and_then(|()| self.file.seek(SeekFrom::Start(self.durable)))
-            .and_then(|_| self.file.sync_data());
+    }
+
+    fn undo(&mut self, source: io::Error) -> Error {
+        self.forget_buffer();
+        let full = is_full(&source);
+        let cut = self.file.cut(self.durable).and_then(|()| self.file.sync());
         if full && cut.is_ok() {
             return Error::Full {
                 path: self.path.clone(),
             };
         }
         self.failed = true;
-        Error::Io {
-            action: "append to",
-            path: self.path.clone(),
-            source,
-        }
+        io_error("append to", &self.path)(source)
     }
 
     fn roll(&mut self) -> Result<(), Error> {
         let path = self.directory.join(segment::name(self.next));
-        let created = OpenOptions::new().create_new(true).write(true).open(&path);
-        let file = match created {
+        let file = match self.disk.create(&path) {
             Ok(file) => file,
             // A full disk is found again by the next append; until then this segment grows.
-            Err(error) if error.kind() == io::ErrorKind::StorageFull => return Ok(()),
+            Err(error) if is_full(&error) => return Ok(()),
             Err(source) => {
                 self.failed = true;
-                return Err(Error::Io {
-                    action: "begin",
-                    path,
-                    source,
-                });
+                return Err(io_error("begin", &path)(source));
             }
         };
-        if let Err(error) = sync_directory(&self.directory) {
+        if let Err(source) = self.disk.sync_directory(&self.directory) {
             self.failed = true;
-            return Err(error);
+            return Err(io_error("sync", &self.directory)(source));
         }
         self.file = file;
         self.path = path;
         self.durable = 0;
+        self.snapshots.rolled = true;
         Ok(())
     }
 
-    /// Reads the durable events back, from the first on.
+    /// The right to take a snapshot of the state as the last commit left it, when one is worth it. One at a
+    /// time: say [`Journal::snapshot_ended`] when it is over.
+    pub fn snapshot_due(&mut self) -> Option<Due> {
+        let snapshots = &mut self.snapshots;
+        let worth = snapshots.bytes_since >= snapshots.newest_bytes / 2;
+        if !snapshots.rolled || snapshots.under_way || !worth || !self.buffer.is_empty() {
+            return None;
+        }
+        snapshots.under_way = true;
+        snapshots.rolled = false;
+        snapshots.bytes_since = 0;
+        Some(Due {
+            disk: Arc::clone(&self.disk),
+            directory: self.directory.clone(),
+            sequence: self.last(),
+        })
+    }
+
+    /// The snapshot was taken, its JSON so many bytes; or was not: then a later one will be.
+    pub fn snapshot_ended(&mut self, taken: Result<u64, Error>) {
+        self.snapshots.under_way = false;
+        match taken {
+            Ok(bytes) => self.snapshots.newest_bytes = bytes,
+            Err(error) => tracing::warn!(%error, "no snapshot was taken: the ones before it stand"),
+        }
+    }
+
+    /// Reads what is durable into `fold`, as [`Journal::open`] does.
     ///
     /// # Errors
     /// As [`Journal::open`].
-    pub fn replay<E: DeserializeOwned>(&self, visit: &mut dyn FnMut(E)) -> Result<(), Error> {
-        segment::read(&self.directory, &mut |payload| {
-            let events: Vec<E> = serde_json::from_slice(payload).map_err(|error| error.to_string())?;
-            events.into_iter().for_each(&mut *visit);
-            Ok(())
-        })
-        .map(drop)
+    pub fn replay<F: Fold>(&self, fold: &mut F) -> Result<(), Error> {
+        replay::read(self.disk.as_ref(), &self.directory, fold).map(drop)
     }
 }
 
-/// Makes names in a directory durable.
-fn sync_directory(directory: &Path) -> Result<(), Error> {
-    File::open(directory)
-        .and_then(|directory| directory.sync_all())
-        .map_err(io_error("sync", directory))
+fn is_full(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
+    )
+}
+
+fn make_directory(disk: &dyn Disk, directory: &Path) -> Result<(), Error> {
+    disk.create_directory(directory)
+        .map_err(io_error("create", directory))?;
+    let Some(above) = directory.parent().filter(|above| *above != Path::new("")) else {
+        return Ok(());
+    };
+    disk.sync_directory(above).map_err(io_error("sync", above))
+}
+
+/// Removes what a stop left half-written, and puts snapshots that cannot be used out of the way.
+fn tidy(disk: &dyn Disk, directory: &Path, found: &Found) -> Result<(), Error> {
+    let paths = disk.list(directory).map_err(io_error("list", directory))?;
+    let partial = |path: &&PathBuf| path.to_string_lossy().ends_with(PARTIAL);
+    for path in paths.iter().filter(partial) {
+        disk.remove(path).map_err(io_error("remove", path))?;
+    }
+    for path in &found.damaged {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let aside = directory.join(format!("{}{name}", snapshot::DAMAGED));
+        disk.rename(path, &aside).map_err(io_error("set aside", path))?;
+    }
+    Ok(())
 }

@@ -29,8 +29,7 @@ use super::watch::Watchers;
 use super::{CoordinatorOptions, Planner, view};
 use crate::journal::{self, Journal};
 use crate::scheduler::{
-    AttemptId, Command, Effect, Epoch, Event, JobId, Now, Rejection, State, WorkerId, apply, decide, effects,
-    resume,
+    AttemptId, Command, Effect, Epoch, JobId, Now, Rejection, State, WorkerId, apply, decide, effects, resume,
 };
 use crate::{Error, Result};
 
@@ -98,8 +97,8 @@ impl Owner {
     ) -> Result<Self> {
         let mut state = State::default();
         let directory = options.data_dir.join("journal");
-        let visit = &mut |event: Event| apply(&mut state, &event);
-        let journal = Journal::open(&directory, journal::Options::default(), visit)?;
+        let disk = Arc::clone(&surroundings.disk);
+        let journal = Journal::open(disk, &directory, journal::Options::default(), &mut state)?;
         let known = state.workers().map(|worker| worker.id).collect::<Vec<_>>();
         // A worker has the whole of its grace to come back to a coordinator that was away itself.
         let started = surroundings.clock.elapsed();
@@ -159,6 +158,7 @@ impl Owner {
         }
         match self.journal.commit() {
             Ok(()) => {
+                self.snapshot();
                 if !rests && self.full_until.take().is_some() {
                     self.effects.extend(resume(&self.state));
                 }
@@ -176,12 +176,21 @@ impl Owner {
         Ok(())
     }
 
+    /// Has the state written beside the loop, when that is worth it.
+    fn snapshot(&mut self) {
+        let Some(due) = self.journal.snapshot_due() else {
+            return;
+        };
+        let state = self.state.clone();
+        let work = Box::new(move || Request::SnapshotEnded(due.take(&state)));
+        self.surroundings.beside.spawn(work);
+    }
+
     /// Nothing of the turn has happened: the state goes back to what the journal says.
     fn step_back(&mut self, error: &journal::Error) -> Result<()> {
         tracing::error!(%error, "nothing new is taken until there is room");
         let mut state = State::default();
-        self.journal
-            .replay(&mut |event: Event| apply(&mut state, &event))?;
+        self.journal.replay(&mut state)?;
         self.state = state;
         self.effects.clear();
         // Workers send what was not acknowledged again when they come back.

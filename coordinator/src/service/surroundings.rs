@@ -1,7 +1,7 @@
 //! What the loop has of the world: its time, and a place for slow work. The simulation brings its own.
 //!
 //! The loop asks no other clock, starts no thread and no task, so that the same code runs under a virtual
-//! clock. Its disk enters through the journal.
+//! clock.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -11,6 +11,7 @@ use tokio::sync::mpsc;
 use tokio_util::task::TaskTracker;
 
 use super::owner::Request;
+use crate::journal::disk::Disk;
 
 /// Tells the time.
 pub trait Clock: Send + Sync + 'static {
@@ -36,6 +37,8 @@ pub struct Surroundings {
     pub clock: Arc<dyn Clock>,
     /// Its place for slow work.
     pub beside: Arc<dyn Beside>,
+    /// Where its journal lies.
+    pub disk: Arc<dyn Disk>,
     /// URL of the artifact store, as workers are told.
     pub store: String,
 }

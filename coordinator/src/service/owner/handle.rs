@@ -79,6 +79,7 @@ impl Owner {
                 }
                 self.note(Command::PartialRemoved { job });
             }
+            Request::SnapshotEnded(taken) => self.journal.snapshot_ended(taken),
             Request::Tick => self.silence(),
             Request::Stop => {
                 self.stopping = true;

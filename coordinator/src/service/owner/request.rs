@@ -6,6 +6,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
+use crate::journal;
 use crate::scheduler::{Epoch, Introduction, JobId, Lease, Payload, WorkerId};
 use crate::service::Planned;
 use crate::service::watch::Following;
@@ -137,6 +138,8 @@ pub enum Request {
     Written { job: JobId, written: Result<(), String> },
     /// What a job had half-written was removed, or could not be.
     Removed { job: JobId, removed: Result<(), String> },
+    /// A snapshot was written, or could not be.
+    SnapshotEnded(Result<u64, journal::Error>),
     /// Time has passed.
     Tick,
     /// End the loop.
