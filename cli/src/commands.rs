@@ -30,6 +30,7 @@ pub(crate) fn read_spec(path: &Path, output: Option<PathBuf>) -> anyhow::Result<
         spec.output = Some(std::path::absolute(output)?.to_string_lossy().into_owned());
     }
     spec.check_files().map_err(wrong)?;
+    spec.import_files().map_err(wrong)?;
     match &spec.output {
         None => Err(failure::usage(format!(
             "{shown}: output: missing; name the directory to write the outcome to, or give --output"

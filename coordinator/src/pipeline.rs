@@ -9,12 +9,18 @@
 //! {profile, score} → check-heterogeneous-n       {profile, depth_order} → rank-n → check-uniform-n
 //! every strategy checked → recover → evaluate → export → verify-n → outcome
 //! ```
+//!
+//! An imported cost table stands in place of `profile`. What is chosen, trained and exported then depends on no
+//! clock: checks and verifications are taken once, and what they miss is reported, not corrected.
+//!
+//! The uniform baseline is there for comparison: where only it cannot meet the limits, the job goes on without.
 
 mod compare;
 mod context;
 mod error;
 mod finish;
 mod fit;
+mod import;
 pub mod outcome;
 mod stage;
 mod tasks;

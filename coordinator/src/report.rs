@@ -1,4 +1,4 @@
-//! What a finished job leaves for people: `report.json` and `report.html`, both from one [`Outcome`].
+//! What a finished job leaves for people: `report.json`, `report.html` and `cost-table.json`, all from one [`Outcome`].
 //!
 //! [`html`] composes the page, [`chart`] draws its pictures as inline SVG, [`format`](mod@format) writes
 //! figures and escapes text. The page is self-contained: it loads nothing, so it can be mailed. Nothing is
@@ -19,7 +19,7 @@ use std::path::Path;
 
 use crate::pipeline::Outcome;
 
-/// Writes `report.json` and `report.html` into `directory`, each whole or not at all.
+/// Writes `report.json`, `report.html` and the cost table into `directory`, each whole or not at all.
 ///
 /// # Errors
 /// When a file cannot be written, for example on a full disk.
@@ -27,6 +27,11 @@ pub fn write(outcome: &Outcome, directory: &Path) -> io::Result<()> {
     let mut json = serde_json::to_vec_pretty(outcome).map_err(io::Error::other)?;
     json.push(b'\n');
     write_whole(directory, "report.json", &json)?;
+    if let Some(table) = &outcome.cost_table {
+        let mut json = serde_json::to_vec_pretty(table).map_err(io::Error::other)?;
+        json.push(b'\n');
+        write_whole(directory, "cost-table.json", &json)?;
+    }
     write_whole(directory, "report.html", html::page(outcome).as_bytes())
 }
 

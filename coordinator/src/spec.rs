@@ -5,6 +5,7 @@
 //! the parent: what depends on its shape is refused by the stage that first knows it.
 
 mod check;
+mod cost_table;
 mod parse;
 mod schema;
 #[cfg(test)]
@@ -15,6 +16,8 @@ use std::fmt;
 use espalier_search::{Limits, Workload};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+
+pub use cost_table::{COST_TABLE_SCHEMA, CostTableFile, CostTableSource};
 
 /// A parent, data, a workload and at least one limit: everything else has a default.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -74,6 +77,11 @@ pub struct Target {
     pub workload: Workload,
     /// What it must stay inside; at least one.
     pub limits: Limits,
+    /// The `cost-table.json` of a finished job, to choose by in place of a profile of this machine: what is
+    /// chosen then depends on no clock. It is still checked and verified here, and misses are reported.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<schema::CostTable>")]
+    pub cost_table: Option<CostTableSource>,
 }
 
 /// Where the result will run.

@@ -7,7 +7,7 @@ use espalier_search::{
 };
 
 use super::{MOST_DRIFT, PlanError, Results, Stage};
-use crate::spec::{JobSpec, KvGroups, Strategy};
+use crate::spec::{CostTableFile, CostTableSource, JobSpec, KvGroups, Strategy};
 
 /// The spec and the results, with the ways to read them.
 #[derive(Clone, Copy)]
@@ -63,7 +63,22 @@ impl<'a> Context<'a> {
         })
     }
 
+    /// The cost table that stands in place of a profile; none where this machine is profiled.
+    pub(super) fn imported(&self) -> Result<Option<&'a CostTableFile>, PlanError> {
+        match &self.spec.target.cost_table {
+            None => Ok(None),
+            Some(CostTableSource::Table(table)) => Ok(Some(table)),
+            Some(CostTableSource::File(file)) => Err(PlanError::Invalid(format!(
+                "target.cost_table: {file} has not been read, expected its content; submit the job again"
+            ))),
+        }
+    }
+
+    /// What blocks cost: imported, or as profiled once that has ended.
     pub(super) fn profiled(&self) -> Result<Option<&'a Profiled>, PlanError> {
+        if let Some(table) = self.imported()? {
+            return Ok(Some(&table.profile));
+        }
         self.single(Stage::Profile, |output| match output {
             TaskOutput::Profile(profiled) => Some(profiled),
             _ => None,

@@ -14,6 +14,12 @@ pub enum PlanError {
     /// No variant of the parent is inside the limits.
     #[error("target.limits: no model of the search space is inside {}", describe(.0))]
     Impossible(Vec<Reachable>),
+    /// No point of the uniform grid is inside the limits.
+    #[error(
+        "target.limits: no uniform model of the grid is inside them; allow more depth to be removed, a finer \
+         search.mlp_grid, or leave uniform out of search.strategies"
+    )]
+    NoUniform,
     /// Every choice that was checked missed.
     #[error("the {strategy} choice was measured outside the limits {rounds} times: {detail}")]
     Missed {

@@ -9,7 +9,7 @@ use espalier_proto::task::{
 };
 
 use super::context::Context;
-use super::fit::Accepted;
+use super::fit::{Accepted, Fitted};
 use super::outcome::LimitReport;
 use super::tasks::{offer, task};
 use super::{Decision, MOST_NOISY, Plan, PlanError, PlannedStage, PlannedTask, Results, Stage, Winner};
@@ -23,7 +23,7 @@ pub(super) fn advance(
     ingested: &Ingested,
     profiled: &Profiled,
     parent: &ParentRef,
-    accepted: &[Accepted<'_>],
+    fitted: &Fitted<'_>,
     plan: &mut Plan,
 ) -> Result<(), PlanError> {
     let tail = Tail {
@@ -31,7 +31,7 @@ pub(super) fn advance(
         ingested,
         profiled,
         parent,
-        accepted,
+        accepted: &fitted.accepted,
     };
     let trains = tail.recovery_tokens() > 0;
     if trains {
@@ -54,7 +54,8 @@ pub(super) fn advance(
     let Some(exported) = tail.exported()? else {
         return Ok(());
     };
-    if let Some((pair, notes)) = tail.verified(exported, plan)? {
+    if let Some((pair, mut notes)) = tail.verified(exported, plan)? {
+        notes.splice(..0, fitted.notes.iter().cloned());
         plan.finished = Some(Box::new(
             tail.outcome(&qualities, &recovered, exported, pair, notes)?,
         ));
@@ -223,7 +224,8 @@ impl<'a> Tail<'a> {
     }
 
     /// The last measurement, once it is quiet and inside the limits; plans it, or plans it again. The last
-    /// round stands as it is: what was trained is not thrown away because it missed, it is reported.
+    /// round stands as it is: what was trained is not thrown away because it missed, it is reported. By an
+    /// imported table the first round is the last.
     fn verified(
         &self,
         exported: &Exported,
@@ -247,8 +249,11 @@ impl<'a> Tail<'a> {
             let Some(pair) = self.context.measured(stage)? else {
                 return Ok(None);
             };
-            let last = round == MOST_NOISY;
-            if self.context.too_noisy(pair) {
+            let imported = self.context.imported()?.is_some();
+            let last = imported || round == MOST_NOISY;
+            if self.context.too_noisy(pair) && imported {
+                notes.push(format!("{stage} was noisy and says little"));
+            } else if self.context.too_noisy(pair) {
                 if last {
                     return Err(PlanError::TooNoisy {
                         stage,

@@ -2,11 +2,11 @@
 //!
 //! Heterogeneous: solve → check. Uniform: grid → rank → check. A check that misses a limit, or shows the
 //! prediction wrong, corrects the cost model by the measured ratio, and the strategy chooses anew. A noisy check
-//! is repeated as it is.
+//! is repeated as it is. An imported cost table is believed: its one check is read, and corrects nothing.
 
 use espalier_arch::Architecture;
 use espalier_proto::task::{Check, Ingested, MeasuredPair, ParentRef, Profiled, Rank, TaskSpec};
-use espalier_search::heterogeneous::{Choice, Fitted, LEAST_MARGIN, Library};
+use espalier_search::heterogeneous::{self, Choice, LEAST_MARGIN, Library};
 use espalier_search::solver::Options;
 use espalier_search::uniform::{GridPoint, grid};
 use espalier_search::{AbsoluteLimit, Corrections, CostModel, Metric};
@@ -38,6 +38,14 @@ pub(super) struct Accepted<'a> {
     pub(super) notes: Vec<String>,
 }
 
+/// What choosing and checking came to.
+pub(super) struct Fitted<'a> {
+    /// The choices, heterogeneous first; at least one.
+    pub(super) accepted: Vec<Accepted<'a>>,
+    /// Why there is no baseline, where it could not meet the limits.
+    pub(super) notes: Vec<String>,
+}
+
 /// What the checks of one strategy say so far.
 enum Standing<'a> {
     Accepted(Box<Accepted<'a>>),
@@ -55,41 +63,41 @@ enum Standing<'a> {
     },
 }
 
-/// Plans what choosing and checking need next; every strategy's accepted choice once all have one.
+/// Plans what choosing and checking need next; every strategy's accepted choice once all have one. A baseline
+/// that cannot have one is left out.
 pub(super) fn advance<'a>(
     context: &Context<'a>,
     ingested: &'a Ingested,
     profiled: &'a Profiled,
     parent: &ParentRef,
     plan: &mut Plan,
-) -> Result<Option<Vec<Accepted<'a>>>, PlanError> {
+) -> Result<Option<Fitted<'a>>, PlanError> {
     let fit = Fit {
         context: *context,
         ingested,
         profiled,
     };
-    let mut accepted = Vec::new();
+    let mut fitted = Fitted {
+        accepted: Vec::new(),
+        notes: Vec::new(),
+    };
     let strategies = context.strategies();
     for &strategy in &strategies {
-        let decision = match fit.standing(strategy)? {
-            Standing::Accepted(choice) => {
-                accepted.push(*choice);
-                continue;
+        match fit.advance(strategy, parent, plan) {
+            Ok(Some(accepted)) => fitted.accepted.push(accepted),
+            Ok(None) => {}
+            Err(reason @ (PlanError::NoUniform | PlanError::Missed { .. } | PlanError::TooNoisy { .. }))
+                if strategy == Strategy::Uniform && strategies.len() > 1 =>
+            {
+                fitted
+                    .notes
+                    .push(format!("there is no uniform baseline: {reason}"));
             }
-            Standing::Waiting => continue,
-            Standing::Repeat { chosen, round } => Some((chosen.clone(), round)),
-            Standing::Choose { corrections, round } => match strategy {
-                Strategy::Heterogeneous => fit.solve(corrections, round)?.map(|chosen| (chosen, round)),
-                Strategy::Uniform => fit
-                    .uniform(corrections, parent, plan)?
-                    .map(|chosen| (chosen, round)),
-            },
-        };
-        if let Some((chosen, round)) = decision {
-            plan.stages.push(fit.check(chosen, round)?);
+            Err(error) => return Err(error),
         }
     }
-    Ok((accepted.len() == strategies.len()).then_some(accepted))
+    let settled = fitted.accepted.len() + fitted.notes.len() == strategies.len();
+    Ok(settled.then_some(fitted))
 }
 
 struct Fit<'a> {
@@ -101,6 +109,55 @@ struct Fit<'a> {
 impl<'a> Fit<'a> {
     fn architecture(&self) -> &'a Architecture {
         &self.ingested.architecture
+    }
+
+    /// The strategy's accepted choice; where it has none yet, plans what that needs next.
+    fn advance(
+        &self,
+        strategy: Strategy,
+        parent: &ParentRef,
+        plan: &mut Plan,
+    ) -> Result<Option<Accepted<'a>>, PlanError> {
+        let (chosen, round) = match self.standing(strategy)? {
+            Standing::Accepted(choice) => return Ok(Some(*choice)),
+            Standing::Waiting => return Ok(None),
+            Standing::Repeat { chosen, round } => (Some(chosen.clone()), round),
+            Standing::Choose { corrections, round } => match strategy {
+                Strategy::Heterogeneous => (self.solve(corrections, round)?, round),
+                Strategy::Uniform => (self.uniform(corrections, parent, plan)?, round),
+            },
+        };
+        if let Some(chosen) = chosen {
+            plan.stages.push(self.check(chosen, round)?);
+        }
+        Ok(None)
+    }
+
+    /// The choice by an imported table, whatever its check says; what it says is noted.
+    fn believed(&self, stage: Stage, round: u32, pair: &'a MeasuredPair) -> Result<Accepted<'a>, PlanError> {
+        let chosen = self.chosen(stage)?;
+        let mut notes = Vec::new();
+        if self.context.too_noisy(pair) {
+            notes.push(format!("{stage} was noisy and says little"));
+        }
+        for (metric, reading) in self.readings(chosen, pair)? {
+            if reading.inside && reading.error.abs() <= MOST_MISPREDICTION {
+                continue;
+            }
+            notes.push(format!(
+                "by the imported cost table {metric} would be {} here, {stage} measured {} where {} is allowed; \
+                 an imported table is not corrected",
+                metric.display(reading.predicted),
+                metric.display(reading.value),
+                metric.display(reading.limit)
+            ));
+        }
+        Ok(Accepted {
+            chosen,
+            pair,
+            round,
+            notes,
+        })
     }
 
     /// Goes through the strategy's checks in order.
@@ -122,6 +179,9 @@ impl<'a> Fit<'a> {
             let Some(pair) = self.context.measured(stage)? else {
                 return Ok(Standing::Waiting);
             };
+            if self.context.imported()?.is_some() {
+                return Ok(Standing::Accepted(Box::new(self.believed(stage, round, pair)?)));
+            }
             let chosen = self.chosen(stage)?;
             if self.context.too_noisy(pair) {
                 noisy += 1;
@@ -250,8 +310,8 @@ impl<'a> Fit<'a> {
         let variants = self.context.space().all_variants(self.architecture())?;
         let library = Library::new(self.architecture(), variants, &scores, &model)?;
         let choices = match library.fit(&limits, 1, 1, &Options::default())? {
-            Fitted::Found(choices) => choices,
-            Fitted::Impossible(reachable) => return Err(PlanError::Impossible(reachable)),
+            heterogeneous::Fitted::Found(choices) => choices,
+            heterogeneous::Fitted::Impossible(reachable) => return Err(PlanError::Impossible(reachable)),
         };
         let front = match limits.first() {
             Some(limit) if round == 1 => {
@@ -266,7 +326,7 @@ impl<'a> Fit<'a> {
         Ok(choices
             .into_iter()
             .next()
-            .map(|choice| heterogeneous(choice, limits, corrections, front)))
+            .map(|choice| chosen_of(choice, limits, corrections, front)))
     }
 
     /// The uniform choice, once depth order and ranks are there; plans a ranking where one is needed.
@@ -313,9 +373,7 @@ impl<'a> Fit<'a> {
             RANKED_POINTS,
         )?;
         if points.is_empty() {
-            let message = "target.limits: no uniform model of the grid is inside them; allow more depth to be \
-                           removed, a finer search.mlp_grid, or leave uniform out of search.strategies";
-            return Err(PlanError::Invalid(message.to_owned()));
+            return Err(PlanError::NoUniform);
         }
         let candidates = points.iter().map(|point| point.candidate.clone()).collect();
         let rank = Rank {
@@ -397,11 +455,11 @@ impl<'a> Fit<'a> {
     }
 }
 
-fn heterogeneous(
+fn chosen_of(
     choice: Choice,
     limits: Vec<AbsoluteLimit>,
     corrections: Corrections,
-    front: Vec<espalier_search::heterogeneous::FrontPoint>,
+    front: Vec<heterogeneous::FrontPoint>,
 ) -> Chosen {
     Chosen {
         strategy: Strategy::Heterogeneous,

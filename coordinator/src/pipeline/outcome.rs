@@ -8,7 +8,7 @@ use espalier_search::{Bound, CostKey, Measurement, Metric, Prediction, Score};
 use serde::{Deserialize, Serialize};
 
 use super::{SolverProof, Stage};
-use crate::spec::{JobSpec, Strategy};
+use crate::spec::{CostTableFile, JobSpec, Strategy};
 
 /// Version of [`Outcome`]'s form.
 pub const OUTCOME_SCHEMA: u32 = 1;
@@ -25,6 +25,9 @@ pub struct Outcome {
     pub parent: ParentReport,
     /// What the times are true for.
     pub target: CostKey,
+    /// What was chosen by, measured or imported: `cost-table.json`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cost_table: Option<CostTableFile>,
     /// The exported model, against each limit.
     pub limits: Vec<LimitReport>,
     /// Whose model was exported.

@@ -10,7 +10,7 @@ use espalier_search::solver::Options;
 use espalier_search::{AbsoluteLimit, Bound, Figures, Metric, counted_bytes, points};
 
 use super::context::{Context, block_parameters};
-use super::{Plan, PlanError, PlannedStage, PlannedTask, Results, Stage, finish, fit};
+use super::{Plan, PlanError, PlannedStage, PlannedTask, Results, Stage, finish, fit, import};
 use crate::spec::{JobSpec, Strategy};
 
 /// Rounds of the profile over all shapes, interleaved.
@@ -25,10 +25,23 @@ pub(super) fn plan(spec: &JobSpec, results: &Results) -> Result<Plan, PlanError>
         })?;
         return Ok(plan);
     };
-    if !results.planned(Stage::Profile) {
+    if !results.planned(Stage::Calibrate) {
         refuse_uncountable(&context, &ingested.architecture)?;
     }
-    offer(&mut plan, results, Stage::Profile, || profile(&context, ingested))?;
+    match context.imported()? {
+        Some(table) if !results.planned(Stage::Calibrate) => {
+            import::refuse_uncovered(&context, &ingested.architecture, table)?;
+        }
+        Some(_) => {}
+        None => offer(&mut plan, results, Stage::Profile, || profile(&context, ingested))?,
+    }
+    // What cannot be reached is refused before anything is spent on it.
+    let profiled = context.profiled()?;
+    if let Some(profiled) = profiled
+        && !results.planned(Stage::Recover)
+    {
+        refuse_unreachable(&context, &ingested.architecture, profiled)?;
+    }
     offer(&mut plan, results, Stage::Calibrate, || calibrate(ingested))?;
     let importance = context.each(Stage::Calibrate, |output| match output {
         TaskOutput::Calibrate { importance } => Some(importance.clone()),
@@ -43,12 +56,6 @@ pub(super) fn plan(spec: &JobSpec, results: &Results) -> Result<Plan, PlanError>
             Ok(vec![task("sort", TaskSpec::Sort(sort))])
         })?;
     }
-    let profiled = context.profiled()?;
-    if let Some(profiled) = profiled
-        && !results.planned(Stage::Recover)
-    {
-        refuse_unreachable(&context, &ingested.architecture, profiled)?;
-    }
     if let Some(parent) = context.sorted()? {
         if context.strategies().contains(&Strategy::Heterogeneous) {
             offer(&mut plan, results, Stage::Score, || {
@@ -61,9 +68,9 @@ pub(super) fn plan(spec: &JobSpec, results: &Results) -> Result<Plan, PlanError>
                     depth_order(&context, ingested, profiled, &parent)
                 })?;
             }
-            let accepted = fit::advance(&context, ingested, profiled, &parent, &mut plan)?;
-            if let Some(accepted) = accepted {
-                finish::advance(&context, ingested, profiled, &parent, &accepted, &mut plan)?;
+            let fitted = fit::advance(&context, ingested, profiled, &parent, &mut plan)?;
+            if let Some(fitted) = fitted {
+                finish::advance(&context, ingested, profiled, &parent, &fitted, &mut plan)?;
             }
         }
     }

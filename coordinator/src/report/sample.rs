@@ -44,6 +44,7 @@ pub(super) fn outcome() -> Outcome {
             quality: quality(0.0, 22.84, 0.479),
         },
         spec,
+        cost_table: None,
         target: CostKey {
             device: "a made-up processor, 2 threads".into(),
             engine: "builtin".into(),

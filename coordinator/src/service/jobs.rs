@@ -54,8 +54,9 @@ fn admit(spec: v1::submit_request::Spec) -> Result<owner::Submission, Status> {
         v1::submit_request::Spec::Json(text) => JobSpec::from_json(&text),
     };
     let invalid = |error: crate::spec::SpecError| Status::invalid_argument(error.to_string());
-    let spec = parsed.map_err(invalid)?;
+    let mut spec = parsed.map_err(invalid)?;
     spec.check_files().map_err(invalid)?;
+    spec.import_files().map_err(invalid)?;
     let output = spec.output.clone().ok_or_else(|| {
         Status::invalid_argument("output: missing: name the directory to write the outcome to")
     })?;

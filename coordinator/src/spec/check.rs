@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use super::{JobSpec, KvGroups, Recovery, SpecError};
+use super::{CostTableSource, JobSpec, KvGroups, Recovery, SpecError, cost_table};
 
 /// A workload beyond this is a mistake of units rather than a wish.
 const MOST_TOKENS: usize = 16 << 20;
@@ -62,6 +62,9 @@ impl JobSpec {
                 check_file(&format!("{field}[{index}]"), Path::new(file))?;
             }
         }
+        if let Some(CostTableSource::File(file)) = &self.target.cost_table {
+            check_file("target.cost_table", Path::new(file))?;
+        }
         Ok(())
     }
 
@@ -96,6 +99,9 @@ impl JobSpec {
                 let message = format!("found {value}, expected 1 to {MOST_TOKENS}");
                 return Err(SpecError::new(format!("target.workload.{name}"), message));
             }
+        }
+        if let Some(CostTableSource::Table(table)) = &self.target.cost_table {
+            cost_table::fits(table, &self.target)?;
         }
         Ok(())
     }

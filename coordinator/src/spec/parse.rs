@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::{JobSpec, SpecError, json_schema};
+use super::{CostTableSource, JobSpec, SpecError, json_schema};
 
 /// Names further away than this are not worth suggesting.
 const SIMILAR_ENOUGH: f64 = 0.6;
@@ -55,6 +55,9 @@ impl JobSpec {
         self.data.validation.iter_mut().for_each(resolve);
         self.evaluate.benchmarks.iter_mut().for_each(resolve);
         self.output.iter_mut().for_each(resolve);
+        if let Some(CostTableSource::File(file)) = &mut self.target.cost_table {
+            resolve(file);
+        }
     }
 }
 

@@ -10,3 +10,14 @@ pub(super) enum Auto {
     /// Every count.
     Auto,
 }
+
+/// A file, or what stands in it.
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[allow(dead_code, reason = "only its schema is used")]
+pub(super) enum CostTable {
+    /// The file.
+    File(String),
+    /// Its content.
+    Table(serde_json::Map<String, serde_json::Value>),
+}

@@ -1,16 +1,17 @@
 //! The outcome: what a finished job has to tell, gathered from its results. Nothing is decided here.
 
 use espalier_arch::{Architecture, BlockShape, Variant};
-use espalier_proto::task::{Exported, MeasuredPair, Quality, Recovered, TaskOutput};
+use espalier_proto::task::{Exported, MeasuredPair, Quality, Recovered, Shard, TaskOutput};
 use espalier_search::{Corrections, Metric, Score};
 
 use super::{Accepted, Decision, PlanError, Qualities, Results, Stage, Tail, shard_tokens};
 use crate::pipeline::compare::reading;
 use crate::pipeline::context::{all_parameters, block_parameters};
+use crate::pipeline::import;
 use crate::pipeline::outcome::{
     BlockReport, LimitReport, OUTCOME_SCHEMA, Outcome, ParentReport, RankedPoint, StageCost, StrategyReport,
 };
-use crate::spec::Strategy;
+use crate::spec::{CostTableSource, JobSpec, Strategy};
 
 impl Tail<'_> {
     pub(super) fn outcome(
@@ -33,13 +34,19 @@ impl Tail<'_> {
         if let Some(first) = strategies.get_mut(..=index) {
             first.rotate_right(1);
         }
+        notes.extend(self.shortfalls());
         let all = &self.context.spec.target.limits;
         let front_metric = all.iter().next().map_or(Metric::Latency, |limit| limit.metric);
         Ok(Outcome {
             schema: OUTCOME_SCHEMA,
-            spec: self.context.spec.clone(),
+            spec: self.spec(),
             parent: self.parent_report(qualities.parent)?,
             target: self.profiled.key.clone(),
+            cost_table: Some(import::exported(
+                &self.context,
+                self.architecture(),
+                self.profiled,
+            )),
             limits,
             winner: winner.chosen.strategy,
             strategies,
@@ -51,6 +58,54 @@ impl Tail<'_> {
             stages: self.costs(),
             notes,
         })
+    }
+
+    /// What was asked; an imported table by its name, for its content stands beside.
+    fn spec(&self) -> JobSpec {
+        let mut spec = self.context.spec.clone();
+        if let Some(CostTableSource::Table(table)) = &spec.target.cost_table {
+            spec.target.cost_table = Some(CostTableSource::File(table.name().to_owned()));
+        }
+        spec
+    }
+
+    /// Budgets that the data could not fill.
+    fn shortfalls(&self) -> Vec<String> {
+        let (budget, ingested) = (&self.context.spec.budget, self.ingested);
+        let all = |shards: &[Shard]| shards.iter().map(shard_tokens).sum::<u64>();
+        let train = "data.train";
+        let validation = if self.context.spec.data.validation.is_empty() {
+            train
+        } else {
+            "data.validation"
+        };
+        let scoring = budget.scoring_tokens.max(budget.depth_tokens);
+        let roles = [
+            (
+                "calibration",
+                budget.calibration_tokens,
+                all(&ingested.calibration),
+                train,
+            ),
+            ("scoring", scoring, shard_tokens(&ingested.scoring), train),
+            ("recovery", budget.recovery_tokens, all(&ingested.recovery), train),
+            (
+                "validation",
+                budget.validation_tokens,
+                shard_tokens(&ingested.validation),
+                validation,
+            ),
+        ];
+        // Budgets are filled with whole sequences.
+        let sequence = u64::try_from(budget.sequence_tokens.max(1)).unwrap_or(1);
+        let short = roles
+            .into_iter()
+            .filter(|(_, asked, there, _)| *there < asked / sequence * sequence);
+        short
+            .map(|(role, asked, there, files)| {
+                format!("{role} had {there} of the {asked} tokens asked for: {files} holds no more")
+            })
+            .collect()
     }
 
     pub(super) fn limits(

@@ -1,0 +1,91 @@
+//! An imported cost table: whether it holds what the search needs, and how it leaves a finished job.
+
+use espalier_arch::{Architecture, BlockShape};
+use espalier_proto::task::Profiled;
+use espalier_search::{CostModel, CostTable, Error, Point, points};
+
+use super::PlanError;
+use super::context::{Context, block_parameters};
+use crate::spec::{COST_TABLE_SCHEMA, CostTableFile};
+
+/// Refuses a table that was measured of another parent, or that lacks a shape or point the search needs.
+pub(super) fn refuse_uncovered(
+    context: &Context<'_>,
+    parent: &Architecture,
+    table: &CostTableFile,
+) -> Result<(), PlanError> {
+    let name = table.name();
+    let refused = |reason: String| PlanError::Invalid(format!("target.cost_table: {name} {reason}"));
+    let (found, wanted) = (table.block_parameters, block_parameters(parent));
+    if found != wanted {
+        return Err(refused(format!(
+            "was measured of a parent with {found} parameters in its blocks, expected {wanted}; give the table \
+             of this parent"
+        )));
+    }
+    let rows = CostTable {
+        key: table.profile.key.clone(),
+        rows: table.profile.rows.clone(),
+    };
+    let model = CostModel::new(
+        &rows,
+        &context.workload(),
+        parent,
+        context.weight_bytes(),
+        Some(&table.profile.parent),
+    )
+    .map_err(|error| refused(format!("cannot be used: {error}")))?;
+    let lacks = |what: &str, error: Error| match missing(context, &error) {
+        Some(point) => refused(format!(
+            "has no row for {what} at {point}; profile that too, or narrow the search to what the table has"
+        )),
+        None => refused(format!("cannot be used: {error}")),
+    };
+    model.base_costs(parent).map_err(|error| {
+        lacks(
+            &format!("the base with {} vocabulary entries", parent.vocab_size),
+            error,
+        )
+    })?;
+    for shape in context.space().shapes(parent)? {
+        model
+            .block_costs(Some(&shape))
+            .map_err(|error| lacks(&describe(&shape), error))?;
+    }
+    Ok(())
+}
+
+/// The load that a lookup did not find.
+fn missing(context: &Context<'_>, error: &Error) -> Option<Point> {
+    match error {
+        Error::MissingRow { point, .. } => Some(*point),
+        Error::Extrapolation { context: asked, .. } => points(&context.workload())
+            .ok()?
+            .into_iter()
+            .find(|point| matches!(point, Point::Decode { context, .. } if context == asked)),
+        _ => None,
+    }
+}
+
+fn describe(shape: &BlockShape) -> String {
+    match shape {
+        BlockShape::Attention(attention) => format!(
+            "attention of {} key/value groups with {} queries each, head size {}",
+            attention.kv_groups, attention.queries_per_group, attention.head_dim
+        ),
+        BlockShape::Mlp(mlp) => format!("an MLP of {} channels", mlp.channels),
+        BlockShape::Mamba2(mamba) => format!("a Mamba-2 block of {} heads", mamba.heads),
+        BlockShape::Moe(moe) => format!("a mixture of {} experts", moe.experts),
+    }
+}
+
+/// The table that a job chose by, as another job can import it.
+pub(super) fn exported(context: &Context<'_>, parent: &Architecture, profiled: &Profiled) -> CostTableFile {
+    CostTableFile {
+        schema: COST_TABLE_SCHEMA,
+        file: String::new(),
+        workload: context.workload(),
+        block_parameters: block_parameters(parent),
+        profile: profiled.clone(),
+    }
+}

@@ -1,0 +1,138 @@
+//! Imported cost tables, and baselines that cannot meet the limits.
+
+use super::world::*;
+use crate::pipeline::*;
+use crate::spec::{CostTableFile, CostTableSource, JobSpec, Strategy};
+
+/// The table that a measured job leaves.
+fn table() -> CostTableFile {
+    let mut world = World::default();
+    let outcome = world.run(&spec(r#"{"latency": "75%"}"#, BOTH)).unwrap();
+    outcome.cost_table.unwrap()
+}
+
+fn importing(limits: &str, table: CostTableFile) -> JobSpec {
+    let mut job = spec(limits, BOTH);
+    job.target.cost_table = Some(CostTableSource::Table(Box::new(table)));
+    job
+}
+
+#[test]
+fn with_an_imported_table_nothing_that_is_timed_changes_what_is_chosen() {
+    let job = importing(r#"{"latency": "75%", "memory": "99%"}"#, table());
+    let quiet = World::default().run(&job).unwrap();
+    let mut busy = World {
+        bias: 1.4,
+        pace: 3.0,
+        drifts: vec![0.9],
+        verify_biases: vec![2.0],
+        ..World::default()
+    };
+    let outcome = busy.run(&job).unwrap();
+    assert!(!busy.log.contains(&Stage::Profile));
+    assert_eq!(busy.rounds(Strategy::Heterogeneous), 1);
+    assert!(!busy.log.contains(&Stage::Verify { round: 2 }));
+    let choices = |outcome: &Outcome| -> Vec<_> {
+        outcome
+            .strategies
+            .iter()
+            .map(|strategy| strategy.candidate.clone())
+            .collect()
+    };
+    assert_eq!(choices(&outcome), choices(&quiet));
+    assert!(!outcome.limits[0].verified.inside, "the miss is reported");
+    for expected in [
+        "an imported table is not corrected",
+        "verify-1 was outside the limits",
+        "noisy and says little",
+    ] {
+        assert!(
+            outcome.notes.iter().any(|note| note.contains(expected)),
+            "{expected}: {:?}",
+            outcome.notes
+        );
+    }
+}
+
+#[test]
+fn a_job_leaves_the_table_that_it_chose_by_and_its_spec_names_the_file() {
+    let mut imported = table();
+    imported.file = "tables/a.json".to_owned();
+    let outcome = World::default()
+        .run(&importing(r#"{"latency": "75%"}"#, imported.clone()))
+        .unwrap();
+    imported.file = String::new();
+    assert_eq!(outcome.cost_table, Some(imported));
+    assert_eq!(
+        outcome.spec.target.cost_table,
+        Some(CostTableSource::File("tables/a.json".to_owned()))
+    );
+}
+
+#[test]
+fn the_first_row_that_is_missing_is_named() {
+    let mut without = table();
+    let missing = without.profile.rows.remove(3);
+    let mut world = World::default();
+    let error = world
+        .run(&importing(r#"{"latency": "75%"}"#, without))
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("target.cost_table: the table has no row for"),
+        "{error}"
+    );
+    assert!(error.contains(&missing.point.to_string()), "{error}");
+    assert_eq!(world.log, [Stage::Ingest], "nothing else was begun");
+}
+
+#[test]
+fn a_table_of_another_parent_is_refused() {
+    let mut other = table();
+    other.block_parameters += 1;
+    let error = World::default()
+        .run(&importing(r#"{"latency": "75%"}"#, other))
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("was measured of a parent with") && error.contains("give the table of this parent"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_job_goes_on_without_a_baseline_where_only_the_baseline_cannot_meet_the_limits() {
+    // 4 layers: leaving out all but one still costs a whole layer, which heterogeneous blocks need not.
+    let mut world = World::default();
+    let outcome = world.run(&spec(r#"{"latency": "19%"}"#, BOTH)).unwrap();
+    assert_eq!(outcome.strategies.len(), 1);
+    assert_eq!(outcome.winner, Strategy::Heterogeneous);
+    assert!(
+        outcome
+            .notes
+            .iter()
+            .any(|note| note.starts_with("there is no uniform baseline: ")),
+        "{:?}",
+        outcome.notes
+    );
+    let error = World::default()
+        .run(&spec(r#"{"latency": "19%"}"#, r#"["uniform"]"#))
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("no uniform model of the grid"), "{error}");
+}
+
+#[test]
+fn budgets_that_the_data_cannot_fill_are_said() {
+    let outcome = World::default()
+        .run(&spec(r#"{"latency": "75%"}"#, BOTH))
+        .unwrap();
+    assert!(
+        outcome
+            .notes
+            .iter()
+            .any(|note| note.contains("recovery had 2048 of the 1000000 tokens asked for")),
+        "{:?}",
+        outcome.notes
+    );
+}
