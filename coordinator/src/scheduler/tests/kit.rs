@@ -1,20 +1,29 @@
 //! Builders that let a test read as a story.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use espalier_proto::task::{Failure, FailureKind};
 
 use crate::scheduler::{
-    Command, DeviceInfo, Effect, Epoch, Event, Introduction, JobId, Lease, Needs, Now, Rejection, StagePlan,
-    State, TaskPlan, WorkerId, apply, check, check_touched, decide, effects,
+    Command, DeviceInfo, Effect, Epoch, Event, Failures, Introduction, JobId, JobPhase, Lease, Needs, Now,
+    Rejection, StagePlan, State, Task, TaskId, TaskPlan, WorkerId, apply, check, check_touched, decide,
+    effects,
 };
 
-/// A state with a pen: commands go through `decide` and `apply`, and every state is checked.
+/// A worker and the right it has.
+pub type Work = (WorkerId, Lease);
+
+/// A state with a pen: commands go through `decide` and `apply`, and every state is checked. Beside it a
+/// ledger that knows only events: who was promoted, and what every budget has come to.
 #[derive(Default)]
 pub struct World {
     pub state: State,
     pub journal: Vec<Event>,
     pub effects: Vec<Effect>,
+    pub absent: BTreeSet<WorkerId>,
+    pub resting: BTreeSet<TaskId>,
+    done: BTreeSet<TaskId>,
+    budgets: BTreeMap<TaskId, (u32, Failures)>,
     clock: i64,
 }
 
@@ -31,6 +40,7 @@ impl World {
         for event in &events {
             apply(&mut self.state, event);
             check_touched(&self.state, event).unwrap();
+            self.note(event);
             self.effects.extend(effects(&self.state, event));
             self.journal.push(event.clone());
         }
@@ -38,13 +48,46 @@ impl World {
         Ok(events)
     }
 
-    /// The state that a restarted coordinator would have, before its new term.
-    pub fn replayed(&self) -> State {
-        let mut state = State::default();
-        for event in &self.journal {
-            let text = serde_json::to_string(event).unwrap();
-            apply(&mut state, &serde_json::from_str(&text).unwrap());
+    fn note(&mut self, event: &Event) {
+        match event {
+            Event::AttemptCompleted { task, .. }
+            | Event::GangEnded {
+                task,
+                completed: true,
+                ..
+            } => {
+                assert!(self.done.insert(*task), "task {task} was promoted twice");
+            }
+            Event::AttemptStarted { task, .. } | Event::GangFormed { task, .. } => {
+                assert!(!self.done.contains(task), "task {task} runs again");
+            }
+            _ => {}
         }
+        for task in self.state.tasks() {
+            let now = (task.era(), task.failures());
+            let before = self.budgets.insert(task.id, now).unwrap_or_default();
+            let monotonic = now.0 > before.0 || (now.0 == before.0 && now.1.covers(&before.1));
+            assert!(monotonic, "task {}: {before:?} became {now:?}", task.id);
+        }
+    }
+
+    /// The state that a restarted coordinator would have, before its new term: from a snapshot taken in the
+    /// middle and the events since, which has to be what all events give.
+    pub fn replayed(&self) -> State {
+        let mut whole = State::default();
+        let mut state = State::default();
+        for (number, event) in self.journal.iter().enumerate() {
+            let text = serde_json::to_string(event).unwrap();
+            let event: Event = serde_json::from_str(&text).unwrap();
+            apply(&mut whole, &event);
+            apply(&mut state, &event);
+            if number == self.journal.len() / 2 {
+                let snapshot = serde_json::to_string(&state).unwrap();
+                state = serde_json::from_str(&snapshot).unwrap();
+                assert_eq!(state, whole, "a snapshot reads as another state");
+            }
+        }
+        assert_eq!(state, whole, "what follows a snapshot gives another state");
         state
     }
 
@@ -73,21 +116,75 @@ impl World {
     }
 
     /// Hands out work; gives the leases that were made, with the worker of each.
-    pub fn dispatch(&mut self) -> Vec<(WorkerId, Lease)> {
+    pub fn dispatch(&mut self) -> Vec<Work> {
         let events = self
             .run(Command::Dispatch {
-                absent: BTreeSet::new(),
-                resting: BTreeSet::new(),
+                absent: self.absent.clone(),
+                resting: self.resting.clone(),
             })
             .unwrap();
-        let started = events.iter().filter_map(|event| match event {
-            Event::AttemptStarted { attempt, .. } => self.state.attempt(*attempt),
-            _ => None,
-        });
-        started.map(|attempt| (attempt.worker, attempt.lease)).collect()
+        let mut started = Vec::new();
+        for event in &events {
+            match event {
+                Event::AttemptStarted { attempt, .. } => started.push(*attempt),
+                Event::GangFormed { ranks, .. } => started.extend(ranks.iter().map(|rank| rank.attempt)),
+                _ => {}
+            }
+        }
+        let held = started.iter().filter_map(|attempt| self.state.attempt(*attempt));
+        held.map(|attempt| (attempt.worker, attempt.lease)).collect()
     }
 
-    pub fn complete(&mut self, (worker, lease): (WorkerId, Lease)) -> Result<usize, Rejection> {
+    /// Says that a rank can be reached; gives whether its gang was released by it.
+    pub fn prepare(&mut self, (worker, lease): Work) -> bool {
+        let address = format!("host-{worker}:{}", lease.attempt);
+        let prepared = Command::Prepared {
+            worker,
+            lease,
+            address,
+        };
+        let events = self.run(prepared).unwrap();
+        events
+            .iter()
+            .any(|event| matches!(event, Event::GangReleased { .. }))
+    }
+
+    pub fn stop(&mut self, (worker, lease): Work) {
+        self.run(Command::Stopped { worker, lease }).unwrap();
+    }
+
+    pub fn pause(&mut self, job: JobId) {
+        let reason = "lunch".to_owned();
+        self.run(Command::Pause { job, reason }).unwrap();
+    }
+
+    pub fn task_of(&self, work: Work) -> &Task {
+        self.state
+            .task(self.state.task_of(work.1.attempt).unwrap())
+            .unwrap()
+    }
+
+    /// The only task of a job that has one.
+    pub fn only_task(&self, job: JobId) -> &Task {
+        let mut tasks = self.state.tasks().filter(|task| task.job == job);
+        let task = tasks.next().unwrap();
+        assert!(tasks.next().is_none());
+        task
+    }
+
+    pub fn message(&self, job: JobId) -> String {
+        match &self.state.job(job).unwrap().phase {
+            JobPhase::Failed { message, .. } => message.clone(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn why(&self, job: JobId) -> String {
+        let why = self.state.why_waiting_beside(job, &self.absent, &self.resting);
+        why.unwrap_or_default()
+    }
+
+    pub fn complete(&mut self, (worker, lease): Work) -> Result<usize, Rejection> {
         let output = "{}".into();
         self.run(Command::Complete {
             worker,
@@ -97,7 +194,7 @@ impl World {
         .map(|events| events.len())
     }
 
-    pub fn fail(&mut self, (worker, lease): (WorkerId, Lease), kind: FailureKind) {
+    pub fn fail(&mut self, (worker, lease): Work, kind: FailureKind) {
         let failure = Failure {
             kind,
             message: "the disk caught fire".to_owned(),
@@ -108,6 +205,29 @@ impl World {
             failure,
         })
         .unwrap();
+    }
+
+    pub fn submit_at(&mut self, output: &str, urgency: i32) -> JobId {
+        let Command::Submit {
+            spec,
+            parent,
+            output,
+            device_kind,
+            ..
+        } = submission(None, output)
+        else {
+            panic!("not a submission");
+        };
+        self.run(Command::Submit {
+            request_id: None,
+            spec,
+            parent,
+            output,
+            device_kind,
+            priority: urgency,
+        })
+        .unwrap();
+        self.state.last_job()
     }
 
     pub fn lose(&mut self, worker: WorkerId) {
@@ -166,4 +286,21 @@ pub fn measurement(name: &str) -> StagePlan {
     let mut measured = stage(name, 1);
     measured.tasks.iter_mut().for_each(|task| task.exclusive = true);
     measured
+}
+
+/// A stage of one task that `ranks` devices run together.
+pub fn gang(name: &str, ranks: u32) -> StagePlan {
+    let mut gang = stage(name, 1);
+    gang.tasks.iter_mut().for_each(|task| task.needs.ranks = ranks);
+    gang
+}
+
+/// A worker with devices of another kind and memory.
+pub fn gpus(name: &str, devices: usize, memory_bytes: u64) -> Introduction {
+    let mut introduction = introduction(name, 1, name, devices);
+    for device in &mut introduction.devices {
+        device.kind = "cuda".into();
+        device.memory_bytes = memory_bytes;
+    }
+    introduction
 }
