@@ -6,5 +6,7 @@ mod gangs;
 mod kit;
 mod order;
 mod pains;
+#[cfg(feature = "planted-bugs")]
+mod planted;
 mod random;
 mod stories;

@@ -59,7 +59,7 @@ pub fn prepared(state: &mut State, attempt: AttemptId, task: TaskId, address: &s
     };
     if rank.phase == RankPhase::Preparing {
         rank.phase = RankPhase::Prepared;
-        rank.address = address.to_owned();
+        address.clone_into(&mut rank.address);
     }
 }
 
