@@ -68,6 +68,14 @@ pub enum Error {
     /// No room: disk or queues.
     #[error("{0}")]
     Exhausted(String),
+    /// Another coordinator has taken over.
+    #[error("this coordinator (term {own}) has been succeeded by one of term {term}: it stops")]
+    Succeeded {
+        /// Its own term.
+        own: u64,
+        /// The other's.
+        term: u64,
+    },
     /// The coordinator stops.
     #[error("the coordinator is stopping")]
     Stopping,

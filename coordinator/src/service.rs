@@ -6,11 +6,14 @@
 //! [`surroundings`].
 
 mod adapter;
+mod cluster;
+mod history;
 mod jobs;
 mod outcome;
 pub mod owner;
 mod planner;
 pub mod surroundings;
+mod tasks;
 mod view;
 mod watch;
 mod workers;
@@ -23,10 +26,12 @@ use std::thread;
 use std::time::Duration;
 
 use espalier_proto::MESSAGE_LIMIT_BYTES;
+use espalier_proto::v1::cluster_server::ClusterServer;
 use espalier_proto::v1::jobs_server::JobsServer;
+use espalier_proto::v1::tasks_server::TasksServer;
 use espalier_proto::v1::workers_server::WorkersServer;
 use tokio::net::TcpListener;
-use tokio::sync::{mpsc, watch as signal};
+use tokio::sync::{Semaphore, mpsc, watch as signal};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -40,7 +45,8 @@ pub use planner::{Planned, Planner, StageSnapshot};
 use surroundings::{BlockingThreads, Surroundings, SystemClock};
 
 /// Requests that may wait for the loop.
-const REQUESTS: usize = 1024;
+const REQUESTS: usize = 2048;
+const BETWEEN_HEALTH_REPORTS: Duration = Duration::from_secs(1);
 
 /// How a coordinator runs.
 #[derive(Debug, Clone)]
@@ -238,6 +244,7 @@ fn run(mut owner: Owner, mut inbox: mpsc::Receiver<Request>, vitals: &http::Vita
     while !owner.is_stopping() && inbox.blocking_recv_many(&mut batch, BATCH) > 0 {
         owner.turn(&mut batch)?;
         vitals.turned();
+        vitals.set_disk_full(owner.is_full());
     }
     inbox.close();
     Ok(())
@@ -293,16 +300,66 @@ async fn serve(
 ) {
     let jobs = JobsServer::new(jobs::Service {
         requests: requests.clone(),
+        seats: Arc::new(Semaphore::new(jobs::EVENT_FOLLOWERS)),
     })
     .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
     .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
+    let task_lists = TasksServer::new(tasks::Service {
+        requests: requests.clone(),
+    })
+    .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
+    let cluster = ClusterServer::new(cluster::Service {
+        requests: requests.clone(),
+    });
     let workers = WorkersServer::new(workers::Service {
         requests,
-        tasks,
+        tasks: tasks.clone(),
         stop: stop.clone(),
     })
     .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
     .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
-    let grpc = tonic::service::Routes::new(jobs).add_service(workers);
+    let (reporter, health) = tonic_health::server::health_reporter();
+    tasks.spawn(report_health(reporter, sources.vitals.clone(), stop.clone()));
+    let mut grpc = tonic::service::Routes::new(jobs)
+        .add_service(task_lists)
+        .add_service(cluster)
+        .add_service(workers)
+        .add_service(health);
+    match reflection() {
+        Ok(reflection) => grpc = grpc.add_service(reflection),
+        Err(error) => tracing::error!(%error, "no reflection is served"),
+    }
     http::serve(listener, http::router(sources, grpc), stop).await;
+}
+
+/// Lets clients ask which services there are, and of which messages.
+fn reflection() -> std::result::Result<
+    tonic_reflection::server::v1::ServerReflectionServer<impl tonic_reflection::server::v1::ServerReflection>,
+    tonic_reflection::server::Error,
+> {
+    tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(espalier_proto::DESCRIPTORS)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        .build_v1()
+}
+
+/// Tells gRPC health checks of the whole server what probes over HTTP are told.
+async fn report_health(
+    reporter: tonic_health::server::HealthReporter,
+    vitals: http::Vitals,
+    stop: CancellationToken,
+) {
+    let mut interval = tokio::time::interval(BETWEEN_HEALTH_REPORTS);
+    interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        let status = match vitals.ready() {
+            Ok(()) => tonic_health::ServingStatus::Serving,
+            Err(_) => tonic_health::ServingStatus::NotServing,
+        };
+        reporter.set_service_status("", status).await;
+        tokio::select! {
+            () = stop.cancelled() => return,
+            _ = interval.tick() => {}
+        }
+    }
 }

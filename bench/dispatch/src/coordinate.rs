@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
-use espalier_coordinator::scheduler::{StagePlan, TaskPlan};
+use espalier_coordinator::scheduler::{Needs, StagePlan, TaskPlan};
 use espalier_coordinator::service::{Planned, Planner, StageSnapshot};
 use espalier_coordinator::{Coordinator, CoordinatorOptions};
 use tokio::io::AsyncReadExt;
@@ -55,12 +55,14 @@ impl OneStage {
             name: format!("nothing {index}"),
             payload: "{}".into(),
             exclusive: false,
+            needs: Needs::default(),
         };
         StagePlan {
             name: "nothing".to_owned(),
             kind: "nothing".to_owned(),
             decision: None,
             note: String::new(),
+            in_output: false,
             tasks: (0..self.tasks).map(task).collect(),
         }
     }

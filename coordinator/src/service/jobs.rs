@@ -1,22 +1,30 @@
 //! The `Jobs` service: checks what comes in, asks the loop, translates what goes out.
 
+use std::collections::VecDeque;
 use std::path::Path;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use espalier_proto::v1::{self, jobs_server::Jobs};
 use futures::Stream;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::time::timeout;
 use tonic::{Request, Response, Status};
 
-use super::owner::{self, Listing};
+use super::owner::{self, JobOrder, Listing, Query};
 use super::{outcome, watch::Following};
 use crate::scheduler::JobId;
 use crate::spec::JobSpec;
 
 const ANSWER_DEADLINE: Duration = Duration::from_secs(30);
 const REQUEST_ID_CHARACTERS: usize = 128;
+const LINE_CHARACTERS: usize = 500;
+const HIGHEST_PRIORITY: i32 = 100;
+/// How often a client that follows events is served.
+const BETWEEN_PAGES: Duration = Duration::from_millis(250);
+/// Clients that may follow events at a time.
+pub(super) const EVENT_FOLLOWERS: usize = 256;
 const PAGE: u32 = 50;
 const LARGEST_PAGE: u32 = 500;
 
@@ -24,6 +32,8 @@ const LARGEST_PAGE: u32 = 500;
 #[derive(Debug)]
 pub struct Service {
     pub(super) requests: mpsc::Sender<owner::Request>,
+    /// One for each client that follows events.
+    pub(super) seats: Arc<Semaphore>,
 }
 
 /// Asks the loop and waits for its answer, within a deadline.
@@ -42,12 +52,25 @@ pub(super) async fn ask<T>(
         .map_err(|_| Status::deadline_exceeded("the coordinator is too busy to answer"))?
 }
 
-fn parse_id(text: &str) -> Result<JobId, Status> {
+pub(super) fn parse_id(text: &str) -> Result<JobId, Status> {
     text.parse().map_err(Status::invalid_argument)
 }
 
+/// A user's words as one line of bounded length, or what stands for none.
+pub(super) fn line(text: String, otherwise: &str) -> String {
+    let one_line: String = text
+        .chars()
+        .map(|character| if character.is_control() { ' ' } else { character })
+        .take(LINE_CHARACTERS)
+        .collect();
+    match one_line.trim() {
+        "" => otherwise.to_owned(),
+        line => line.to_owned(),
+    }
+}
+
 /// Reads and checks a spec; needs the file system, so it runs on a blocking thread.
-fn admit(spec: v1::submit_request::Spec) -> Result<owner::Submission, Status> {
+fn admit(spec: v1::submit_request::Spec, priority: i32) -> Result<owner::Submission, Status> {
     let base = std::env::current_dir().unwrap_or_else(|_| Path::new("/").to_owned());
     let parsed = match spec {
         v1::submit_request::Spec::Yaml(text) => JobSpec::from_yaml(&text, &base),
@@ -71,8 +94,30 @@ fn admit(spec: v1::submit_request::Spec) -> Result<owner::Submission, Status> {
         parent: spec.parent,
         output,
         device_kind,
+        priority,
         free,
     })
+}
+
+fn request_id_of(request_id: String) -> Result<Option<String>, Status> {
+    if request_id.chars().count() > REQUEST_ID_CHARACTERS {
+        return Err(Status::invalid_argument(format!(
+            "request_id: has more than {REQUEST_ID_CHARACTERS} characters"
+        )));
+    }
+    Ok(Some(request_id).filter(|id| !id.is_empty()))
+}
+
+impl Service {
+    async fn keep(&self, job_id: &str, order: JobOrder) -> Result<Option<v1::Job>, Status> {
+        let job = parse_id(job_id)?;
+        let answer = ask(&self.requests, |reply| owner::Request::KeepJob {
+            job,
+            order,
+            reply,
+        });
+        answer.await.map(Some)
+    }
 }
 
 #[tonic::async_trait]
@@ -81,17 +126,21 @@ impl Jobs for Service {
         &self,
         request: Request<v1::SubmitRequest>,
     ) -> Result<Response<v1::SubmitResponse>, Status> {
-        let v1::SubmitRequest { request_id, spec, .. } = request.into_inner();
-        if request_id.chars().count() > REQUEST_ID_CHARACTERS {
+        let v1::SubmitRequest {
+            request_id,
+            spec,
+            priority,
+        } = request.into_inner();
+        let request_id = request_id_of(request_id)?;
+        if !(-HIGHEST_PRIORITY..=HIGHEST_PRIORITY).contains(&priority) {
             return Err(Status::invalid_argument(format!(
-                "request_id: has more than {REQUEST_ID_CHARACTERS} characters"
+                "priority: {priority} is not between -{HIGHEST_PRIORITY} and {HIGHEST_PRIORITY}"
             )));
         }
         let spec = spec.ok_or_else(|| Status::invalid_argument("spec: missing"))?;
-        let submission = tokio::task::spawn_blocking(move || admit(spec))
+        let submission = tokio::task::spawn_blocking(move || admit(spec, priority))
             .await
             .map_err(|error| Status::internal(error.to_string()))??;
-        let request_id = Some(request_id).filter(|id| !id.is_empty());
         let (job, existed) = ask(&self.requests, |reply| owner::Request::Submit {
             request_id,
             submission: Box::new(submission),
@@ -104,27 +153,59 @@ impl Jobs for Service {
         }))
     }
 
-    type EventsStream = std::pin::Pin<Box<dyn futures::Stream<Item = Result<v1::JobEvent, Status>> + Send>>;
-
-    async fn pause(&self, _: Request<v1::PauseRequest>) -> Result<Response<v1::PauseResponse>, Status> {
-        Err(Status::unimplemented("jobs cannot be paused yet"))
+    async fn pause(&self, request: Request<v1::PauseRequest>) -> Result<Response<v1::PauseResponse>, Status> {
+        let v1::PauseRequest { job_id, reason } = request.into_inner();
+        let reason = line(reason, "");
+        let job = self.keep(&job_id, JobOrder::Pause { reason }).await?;
+        Ok(Response::new(v1::PauseResponse { job }))
     }
 
-    async fn resume(&self, _: Request<v1::ResumeRequest>) -> Result<Response<v1::ResumeResponse>, Status> {
-        Err(Status::unimplemented("jobs cannot be paused yet"))
+    async fn resume(
+        &self,
+        request: Request<v1::ResumeRequest>,
+    ) -> Result<Response<v1::ResumeResponse>, Status> {
+        let job = self.keep(&request.get_ref().job_id, JobOrder::Resume).await?;
+        Ok(Response::new(v1::ResumeResponse { job }))
     }
 
-    async fn retry(&self, _: Request<v1::RetryRequest>) -> Result<Response<v1::RetryResponse>, Status> {
-        Err(Status::unimplemented("jobs cannot be tried again yet"))
+    async fn retry(&self, request: Request<v1::RetryRequest>) -> Result<Response<v1::RetryResponse>, Status> {
+        let v1::RetryRequest { job_id, request_id } = request.into_inner();
+        let request_id = request_id_of(request_id)?;
+        let job = self.keep(&job_id, JobOrder::Retry { request_id }).await?;
+        Ok(Response::new(v1::RetryResponse { job }))
     }
 
-    async fn events(&self, _: Request<v1::EventsRequest>) -> Result<Response<Self::EventsStream>, Status> {
-        Err(Status::unimplemented("events are not kept yet"))
+    type EventsStream = Pin<Box<dyn Stream<Item = Result<v1::JobEvent, Status>> + Send>>;
+
+    async fn events(
+        &self,
+        request: Request<v1::EventsRequest>,
+    ) -> Result<Response<Self::EventsStream>, Status> {
+        let v1::EventsRequest { job_id, follow, .. } = request.into_inner();
+        let job = parse_id(&job_id)?;
+        let seat = Arc::clone(&self.seats)
+            .try_acquire_owned()
+            .map_err(|_| Status::resource_exhausted("too many clients follow events: end some of them"))?;
+        let events = Events {
+            requests: self.requests.clone(),
+            job,
+            follow,
+            after: 0,
+            ready: VecDeque::new(),
+            ended: false,
+            _seat: seat,
+        };
+        // A job that does not exist is told before the stream begins.
+        let stream = events.fetched().await?.stream();
+        Ok(Response::new(Box::pin(stream)))
     }
 
     async fn get(&self, request: Request<v1::GetRequest>) -> Result<Response<v1::GetResponse>, Status> {
         let job = parse_id(&request.get_ref().job_id)?;
-        let job = ask(&self.requests, |reply| owner::Request::Get { job, reply }).await?;
+        let job = ask(&self.requests, |reply| {
+            owner::Request::Query(Query::Job { job, reply })
+        })
+        .await?;
         Ok(Response::new(v1::GetResponse { job: Some(job) }))
     }
 
@@ -148,7 +229,10 @@ impl Jobs for Service {
         };
         let size = usize::try_from(size).unwrap_or(1);
         let listing = Listing { before, size, states };
-        let jobs = ask(&self.requests, |reply| owner::Request::List { listing, reply }).await?;
+        let jobs = ask(&self.requests, |reply| {
+            owner::Request::Query(Query::Jobs { listing, reply })
+        })
+        .await?;
         let next_page_token = match jobs.last() {
             Some(last) if jobs.len() == size => last.id.clone(),
             _ => String::new(),
@@ -175,18 +259,54 @@ impl Jobs for Service {
         &self,
         request: Request<v1::CancelRequest>,
     ) -> Result<Response<v1::CancelResponse>, Status> {
-        let v1::CancelRequest { job_id, mut reason } = request.into_inner();
-        let job = parse_id(&job_id)?;
-        if reason.is_empty() {
-            "cancelled by a user".clone_into(&mut reason);
-        }
-        let job = ask(&self.requests, |reply| owner::Request::Cancel {
-            job,
-            reason,
-            reply,
+        let v1::CancelRequest { job_id, reason } = request.into_inner();
+        let reason = line(reason, "cancelled by a user");
+        let job = self.keep(&job_id, JobOrder::Cancel { reason }).await?;
+        Ok(Response::new(v1::CancelResponse { job }))
+    }
+}
+
+/// Events of a job on their way to a client: asked for page by page, so that a slow client holds nothing.
+struct Events {
+    requests: mpsc::Sender<owner::Request>,
+    job: JobId,
+    follow: bool,
+    after: u64,
+    ready: VecDeque<v1::JobEvent>,
+    ended: bool,
+    _seat: OwnedSemaphorePermit,
+}
+
+impl Events {
+    async fn fetched(mut self) -> Result<Self, Status> {
+        let (job, after) = (self.job, self.after);
+        let (page, ended) = ask(&self.requests, |reply| {
+            owner::Request::Query(Query::Events { job, after, reply })
         })
         .await?;
-        Ok(Response::new(v1::CancelResponse { job: Some(job) }))
+        self.after = page.last().map_or(self.after, |(number, _)| *number);
+        self.ready.extend(page.into_iter().map(|(_, event)| event));
+        self.ended = ended || !self.follow;
+        Ok(self)
+    }
+
+    fn stream(self) -> impl Stream<Item = Result<v1::JobEvent, Status>> + Send {
+        futures::stream::unfold(Some(self), |events| async move {
+            let mut events = events?;
+            loop {
+                if let Some(event) = events.ready.pop_front() {
+                    return Some((Ok(event), Some(events)));
+                }
+                if events.ended {
+                    return None;
+                }
+                tokio::time::sleep(BETWEEN_PAGES).await;
+                events = match events.fetched().await {
+                    Ok(events) => events,
+                    Err(status) => return Some((Err(status), None)),
+                };
+            }
+        })
     }
 }
 

@@ -10,6 +10,7 @@
 
 mod act;
 mod handle;
+mod query;
 mod request;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,19 +23,24 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
 pub use super::watch::Following;
-pub use request::{Greeting, Listing, Outbox, Reply, Report, Request, Submission, WorkerHandle};
+pub use request::{
+    Greeting, JobOrder, Listing, Outbox, Query, Reply, Report, Request, Submission, TaskListing,
+    WorkerHandle, WorkerOrder,
+};
 
+use super::history::{History, Replayed};
 use super::surroundings::Surroundings;
 use super::watch::Watchers;
 use super::{CoordinatorOptions, Planner, view};
 use crate::journal::{self, Journal};
 use crate::scheduler::{
-    AttemptId, Command, Effect, Epoch, JobId, Now, Rejection, State, WorkerId, apply, decide, effects, resume,
+    AttemptId, Command, Effect, Epoch, Event, Failures, JobId, Now, Rejection, State, Task, TaskId,
+    TaskPhase, Term, WorkerId, apply, decide, effects, resume, retry_pause,
 };
 use crate::{Error, Result};
 
 /// Requests taken in one turn at the most, and so committed together.
-pub const BATCH: usize = 256;
+pub const BATCH: usize = 1024;
 /// How often the loop is sent [`Request::Tick`], to look at silence and publish changes.
 pub const TICK: Duration = Duration::from_millis(100);
 /// How long after a full disk the loop tries again by itself.
@@ -45,6 +51,8 @@ type Answer = Box<dyn FnOnce(&mut Owner, Result<(), Status>) + Send>;
 
 struct Link {
     epoch: Epoch,
+    build: String,
+    version: u32,
     number: u64,
     outbox: Outbox,
     stop: CancellationToken,
@@ -65,14 +73,23 @@ pub struct Owner {
     state: State,
     effects: Vec<Effect>,
     answers: Vec<Answer>,
+    /// Commands that followed from acting, for the next turn.
+    afterwards: Vec<Command>,
     links: BTreeMap<WorkerId, Link>,
     next_link: u64,
     heard: BTreeMap<WorkerId, Duration>,
     progress: BTreeMap<AttemptId, Progress>,
+    /// Tasks that failed and are not done since.
+    troubled: BTreeSet<(JobId, TaskId)>,
+    /// Tasks that rest after a failure, and until when.
+    resting: BTreeMap<TaskId, Duration>,
+    history: History,
     watchers: Watchers,
     planning: BTreeSet<JobId>,
     writing: BTreeSet<JobId>,
     full_until: Option<Duration>,
+    /// The term of the coordinator that has taken over.
+    succeeded: Option<Term>,
     stopping: bool,
 }
 
@@ -97,8 +114,13 @@ impl Owner {
     ) -> Result<Self> {
         let mut state = State::default();
         let directory = options.data_dir.join("journal");
+        let mut history = History::default();
         let disk = Arc::clone(&surroundings.disk);
-        let journal = Journal::open(disk, &directory, journal::Options::default(), &mut state)?;
+        let mut replayed = Replayed {
+            state: &mut state,
+            history: &mut history,
+        };
+        let journal = Journal::open(disk, &directory, journal::Options::default(), &mut replayed)?;
         let known = state.workers().map(|worker| worker.id).collect::<Vec<_>>();
         // A worker has the whole of its grace to come back to a coordinator that was away itself.
         let started = surroundings.clock.elapsed();
@@ -110,16 +132,22 @@ impl Owner {
             state,
             effects: Vec::new(),
             answers: Vec::new(),
+            afterwards: Vec::new(),
             links: BTreeMap::new(),
             next_link: 0,
             heard: known.into_iter().map(|worker| (worker, started)).collect(),
             progress: BTreeMap::new(),
-            watchers: Watchers::new(crate::scheduler::Term::default()),
+            troubled: BTreeSet::new(),
+            resting: BTreeMap::new(),
+            history,
+            watchers: Watchers::new(Term::default()),
             planning: BTreeSet::new(),
             writing: BTreeSet::new(),
             full_until: None,
+            succeeded: None,
             stopping: false,
         };
+        owner.find_trouble();
         owner
             .decide(Command::BeginTerm)
             .map_err(|error| Error::Internal(error.to_string()))?;
@@ -135,6 +163,11 @@ impl Owner {
         &self.state
     }
 
+    /// Whether the journal's disk was full when it was last tried: nothing new is taken.
+    pub fn is_full(&self) -> bool {
+        self.full_until.is_some()
+    }
+
     /// Whether [`Request::Stop`] was taken: no turn may follow.
     pub fn is_stopping(&self) -> bool {
         self.stopping
@@ -147,6 +180,9 @@ impl Owner {
     /// When the journal fails: nothing more may be promised, and no turn may follow.
     pub fn turn(&mut self, batch: &mut Vec<Request>) -> Result<()> {
         let mut ticked = false;
+        for command in std::mem::take(&mut self.afterwards) {
+            self.note(command);
+        }
         for request in batch.drain(..) {
             ticked |= matches!(request, Request::Tick);
             self.handle(request);
@@ -173,7 +209,13 @@ impl Owner {
         if ticked {
             self.publish();
         }
-        Ok(())
+        match self.succeeded {
+            Some(term) => Err(Error::Succeeded {
+                own: self.state.term().0,
+                term: term.0,
+            }),
+            None => Ok(()),
+        }
     }
 
     /// Has the state written beside the loop, when that is worth it.
@@ -192,6 +234,7 @@ impl Owner {
         let mut state = State::default();
         self.journal.replay(&mut state)?;
         self.state = state;
+        self.find_trouble();
         self.effects.clear();
         // Workers send what was not acknowledged again when they come back.
         self.links.clear();
@@ -209,24 +252,75 @@ impl Owner {
             .append(&events)
             .map_err(|error| Rejection::Invalid(error.to_string()))?;
         for event in &events {
+            if let Event::JobArchived { job, .. } = event {
+                self.publish_last(*job);
+            }
+            self.history.note(&self.state, event);
             apply(&mut self.state, event);
+            self.note_trouble(event);
             self.effects.extend(effects(&self.state, event));
         }
         Ok(())
     }
 
+    /// Keeps who is in trouble, and lets a task that failed rest.
+    fn note_trouble(&mut self, event: &Event) {
+        match event {
+            Event::AttemptFailed { task, .. } | Event::AttemptLost { task, .. } => {
+                let Some(known) = self.state.task(*task) else {
+                    return;
+                };
+                self.troubled.insert((known.job, *task));
+                let pause = retry_pause(&known.failures());
+                if matches!(event, Event::AttemptFailed { .. }) && !pause.is_zero() {
+                    let until = self.surroundings.clock.elapsed().saturating_add(pause);
+                    self.resting.insert(*task, until);
+                }
+            }
+            Event::AttemptCompleted { task, .. } => {
+                if !self.troubled.is_empty()
+                    && let Some(known) = self.state.task(*task)
+                {
+                    self.troubled.remove(&(known.job, *task));
+                }
+            }
+            Event::JobRetried { .. } => self.find_trouble(),
+            Event::JobArchived { job, .. } => {
+                self.troubled.retain(|(of, _)| of != job);
+                self.history.forget(*job);
+            }
+            _ => {}
+        }
+    }
+
+    /// Looks for trouble in the whole state.
+    fn find_trouble(&mut self) {
+        let in_trouble = |task: &&Task| {
+            let done = matches!(task.phase, TaskPhase::Done { .. });
+            !done && task.failures() != Failures::default()
+        };
+        let tasks = self.state.tasks().filter(in_trouble);
+        self.troubled = tasks.map(|task| (task.job, task.id)).collect();
+        let state = &self.state;
+        self.resting.retain(|task, _| state.task(*task).is_some());
+    }
+
+    fn absent(&self) -> BTreeSet<WorkerId> {
+        let workers = self.state.workers().map(|worker| worker.id);
+        workers
+            .filter(|worker| !self.links.contains_key(worker))
+            .collect()
+    }
+
+    fn resting(&self) -> BTreeSet<TaskId> {
+        self.resting.keys().copied().collect()
+    }
+
     fn dispatch(&mut self) {
-        let away = |worker: &crate::scheduler::Worker| !self.links.contains_key(&worker.id);
-        let absent: BTreeSet<WorkerId> = self
-            .state
-            .workers()
-            .filter(|worker| away(worker))
-            .map(|worker| worker.id)
-            .collect();
-        if let Err(error) = self.decide(Command::Dispatch {
-            absent,
-            resting: BTreeSet::new(),
-        }) {
+        let elapsed = self.surroundings.clock.elapsed();
+        self.resting.retain(|_, until| *until > elapsed);
+        let (absent, resting) = (self.absent(), self.resting());
+        if let Err(error) = self.decide(Command::Dispatch { absent, resting }) {
             tracing::error!(%error, "no task can be handed out");
         }
     }
@@ -258,27 +352,49 @@ impl Owner {
     }
 
     fn publish(&mut self) {
-        let (state, progress, now) = (&self.state, &self.progress, self.now().unix_ms);
-        self.watchers.publish(|job, revision| {
-            state
-                .job(job)
-                .map(|job| view::job(state, job, revision, progress, now))
+        let (absent, resting) = (self.absent(), self.resting());
+        let mut watchers = std::mem::take(&mut self.watchers);
+        let (state, beside) = (&self.state, self.beside_state(&absent, &resting));
+        watchers.publish(|job, revision| Some(view::job(state, state.job(job)?, revision, beside)));
+        self.watchers = watchers;
+    }
+
+    /// The last snapshot of a job whose tasks are about to leave the state.
+    fn publish_last(&mut self, job: JobId) {
+        let (absent, resting) = (self.absent(), self.resting());
+        let mut watchers = std::mem::take(&mut self.watchers);
+        let (state, beside) = (&self.state, self.beside_state(&absent, &resting));
+        watchers.publish_now(job, |job, revision| {
+            Some(view::job(state, state.job(job)?, revision, beside))
         });
+        self.watchers = watchers;
+    }
+
+    fn beside_state<'a>(
+        &'a self,
+        absent: &'a BTreeSet<WorkerId>,
+        resting: &'a BTreeSet<TaskId>,
+    ) -> view::Beside<'a> {
+        view::Beside {
+            progress: &self.progress,
+            troubled: &self.troubled,
+            absent,
+            resting,
+            now: self.now().unix_ms,
+        }
     }
 
     fn view(&self, job: JobId) -> Result<v1::Job, Status> {
-        let known = self
-            .state
-            .job(job)
-            .ok_or_else(|| status(&Rejection::NoSuchJob(job)))?;
         let revision = self.watchers.revision(job);
-        Ok(view::job(
-            &self.state,
-            known,
-            revision,
-            &self.progress,
-            self.now().unix_ms,
-        ))
+        let (absent, resting) = (self.absent(), self.resting());
+        if let Some(known) = self.state.job(job) {
+            let beside = self.beside_state(&absent, &resting);
+            return Ok(view::job(&self.state, known, revision, beside));
+        }
+        match self.state.summary(job) {
+            Some(summary) => Ok(view::archived(summary, revision)),
+            None => Err(status(&Rejection::NoSuchJob(job))),
+        }
     }
 
     /// Wall clock, for display.

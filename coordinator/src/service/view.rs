@@ -1,18 +1,41 @@
-//! The state as clients see it.
+//! The state as clients see it. No view costs more for a job of more tasks.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use espalier_proto::task::Progress;
 use espalier_proto::v1;
 
-use crate::scheduler::{AttemptId, Job, JobPhase, Stage, State, Task, TaskPhase};
+use crate::scheduler::{
+    AttemptId, Ended, Job, JobId, JobPhase, Stage, State, Summary, Task, TaskId, TaskPhase, WorkerId,
+};
+
+mod task;
+mod worker;
+
+pub use task::{attempts, detail, output, task_state};
+pub use worker::worker;
 
 /// Tasks of a stage that are listed at the most.
 const TASKS_SHOWN: usize = 32;
 
+/// What a view needs beside the state.
+#[derive(Debug, Clone, Copy)]
+pub struct Beside<'a> {
+    /// How far attempts have come.
+    pub progress: &'a BTreeMap<AttemptId, Progress>,
+    /// Tasks that failed and are not done since.
+    pub troubled: &'a BTreeSet<(JobId, TaskId)>,
+    /// Workers that cannot be told at the moment.
+    pub absent: &'a BTreeSet<WorkerId>,
+    /// Tasks that rest after a failure.
+    pub resting: &'a BTreeSet<TaskId>,
+    /// Milliseconds since 1970.
+    pub now: i64,
+}
+
 /// A job without its stages, spec and outcome.
-pub fn summary(state: &State, job: &Job, revision: u64) -> v1::Job {
-    let (shown, message, finished) = phase(state, job);
+pub fn summary(state: &State, job: &Job, revision: u64, beside: Beside<'_>) -> v1::Job {
+    let (shown, message, finished) = phase(state, job, beside);
     v1::Job {
         id: job.id.to_string(),
         request_id: job.request_id.clone().unwrap_or_default(),
@@ -27,38 +50,77 @@ pub fn summary(state: &State, job: &Job, revision: u64) -> v1::Job {
         output: job.output.clone(),
         outcome_json: String::new(),
         parent: job.parent.clone(),
-        priority: 0,
+        priority: job.priority,
+    }
+}
+
+/// A job whose tasks have left the state.
+pub fn archived(job: &Summary, revision: u64) -> v1::Job {
+    let shown = match job.ended {
+        Ended::Succeeded => v1::JobState::Succeeded,
+        Ended::Failed => v1::JobState::Failed,
+        Ended::Cancelled => v1::JobState::Cancelled,
+    };
+    v1::Job {
+        id: job.id.to_string(),
+        request_id: job.request_id.clone().unwrap_or_default(),
+        state: shown.into(),
+        message: job.message.clone(),
+        revision,
+        submitted_unix_ms: job.submitted_at,
+        started_unix_ms: job.started_at.unwrap_or(0),
+        finished_unix_ms: job.ended_at,
+        output: job.output.clone(),
+        parent: job.parent.clone(),
+        priority: job.priority,
+        ..v1::Job::default()
     }
 }
 
 /// A whole job.
-pub fn job(
-    state: &State,
-    job: &Job,
-    revision: u64,
-    progress: &BTreeMap<AttemptId, Progress>,
-    now: i64,
-) -> v1::Job {
+pub fn job(state: &State, job: &Job, revision: u64, beside: Beside<'_>) -> v1::Job {
     let ended = job.phase.is_terminal();
-    let now = phase(state, job).2.unwrap_or(now);
-    let mut whole = summary(state, job, revision);
+    let now = phase(state, job, beside).2.unwrap_or(beside.now);
+    let mut whole = summary(state, job, revision, beside);
     job.spec.as_str().clone_into(&mut whole.spec_json);
-    whole.stages = job
-        .stages
-        .iter()
-        .map(|shown| stage(state, shown, ended, progress, now))
-        .collect();
+    let mut active = active(state, job, beside);
+    let stages = job.stages.iter().enumerate().map(|(index, shown)| {
+        let active = active.remove(&index).unwrap_or_default();
+        let active = active.iter().take(TASKS_SHOWN);
+        let active = active.filter_map(|task| state.task(*task));
+        let active = active.map(|shown| self::task(state, shown, beside.progress, now));
+        stage(shown, ended, active.collect(), now)
+    });
+    whole.stages = stages.collect();
     if let JobPhase::Succeeded { outcome, .. } = &job.phase {
         outcome.as_str().clone_into(&mut whole.outcome_json);
     }
     whole
 }
 
-fn phase(state: &State, job: &Job) -> (v1::JobState, String, Option<i64>) {
+/// Tasks that run or have failed, by the index of their stage.
+fn active(state: &State, job: &Job, beside: Beside<'_>) -> BTreeMap<usize, BTreeSet<TaskId>> {
+    let running = state.attempts_of(job.id).map(|attempt| attempt.task);
+    let all = (job.id, TaskId(0))..=(job.id, TaskId(u64::MAX));
+    let troubled = beside.troubled.range(all).map(|(_, task)| *task);
+    let mut active: BTreeMap<usize, BTreeSet<TaskId>> = BTreeMap::new();
+    for task in running.chain(troubled).filter_map(|task| state.task(task)) {
+        active.entry(task.stage).or_default().insert(task.id);
+    }
+    active
+}
+
+fn phase(state: &State, job: &Job, beside: Beside<'_>) -> (v1::JobState, String, Option<i64>) {
     use v1::JobState as Shown;
+    let waits = || {
+        state
+            .why_waiting_beside(job.id, beside.absent, beside.resting)
+            .unwrap_or_default()
+    };
     match &job.phase {
-        JobPhase::Active if job.started_at.is_none() => (Shown::Queued, waits(state, job), None),
-        JobPhase::Active => (Shown::Running, waits(state, job), None),
+        JobPhase::Active if job.paused.is_some() => (Shown::Paused, waits(), None),
+        JobPhase::Active if job.started_at.is_none() => (Shown::Queued, waits(), None),
+        JobPhase::Active => (Shown::Running, waits(), None),
         JobPhase::Finishing { .. } => (Shown::Running, "writing the outcome".to_owned(), None),
         JobPhase::Succeeded { at, .. } => (Shown::Succeeded, String::new(), Some(*at)),
         JobPhase::Failed {
@@ -76,18 +138,7 @@ fn phase(state: &State, job: &Job) -> (v1::JobState, String, Option<i64>) {
     }
 }
 
-/// Why nothing of the job runs, when nothing does.
-fn waits(state: &State, job: &Job) -> String {
-    state.why_waiting(job.id).unwrap_or_default()
-}
-
-fn stage(
-    state: &State,
-    stage: &Stage,
-    job_ended: bool,
-    progress: &BTreeMap<AttemptId, Progress>,
-    now: i64,
-) -> v1::Stage {
+fn stage(stage: &Stage, job_ended: bool, active: Vec<v1::Task>, now: i64) -> v1::Stage {
     let done = stage.done == stage.tasks.len();
     let shown = if done {
         v1::StageState::Done
@@ -97,21 +148,6 @@ fn stage(
         v1::StageState::Running
     } else {
         v1::StageState::Waiting
-    };
-    let matters = |task: &&Task| match task.phase {
-        TaskPhase::Running { .. } | TaskPhase::Gang(_) | TaskPhase::Failed => true,
-        TaskPhase::Waiting => task.failures() != crate::scheduler::Failures::default(),
-        TaskPhase::Done { .. } | TaskPhase::Abandoned => false,
-    };
-    let active = if done {
-        Vec::new()
-    } else {
-        state
-            .stage_tasks(stage)
-            .filter(matters)
-            .take(TASKS_SHOWN)
-            .map(|shown| task(state, shown, progress, now))
-            .collect()
     };
     let elapsed = stage
         .started_at

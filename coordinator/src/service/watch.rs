@@ -9,11 +9,16 @@ use tokio::sync::watch;
 
 use crate::scheduler::{JobId, Term};
 
+/// Clients that may follow jobs at a time.
+pub const FOLLOWERS: usize = 256;
+/// Clients that may follow one job at a time.
+pub const FOLLOWERS_OF_ONE: usize = 64;
+
 /// A client's end.
 pub type Following = watch::Receiver<Arc<v1::Job>>;
 
 /// Jobs that changed, their revisions, and who wants to know.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Watchers {
     first: u64,
     revisions: HashMap<JobId, u64>,
@@ -45,6 +50,22 @@ impl Watchers {
         self.revisions.get(&job).copied().unwrap_or(self.first)
     }
 
+    /// Whether one more may follow this job; says why not.
+    pub fn admits(&mut self, job: JobId) -> Result<(), String> {
+        self.senders.retain(|_, sender| sender.receiver_count() > 0);
+        let of_one = self.senders.get(&job).map_or(0, watch::Sender::receiver_count);
+        let in_all: usize = self.senders.values().map(watch::Sender::receiver_count).sum();
+        if of_one >= FOLLOWERS_OF_ONE {
+            return Err(format!(
+                "{job} is followed by {of_one} clients already: end some of them"
+            ));
+        }
+        if in_all >= FOLLOWERS {
+            return Err(format!("{in_all} clients follow jobs already: end some of them"));
+        }
+        Ok(())
+    }
+
     /// Follows a job from this snapshot on.
     pub fn follow(&mut self, job: JobId, snapshot: v1::Job) -> Following {
         let sender = self
@@ -58,19 +79,30 @@ impl Watchers {
     /// Publishes what changed since the last time.
     pub fn publish(&mut self, mut view: impl FnMut(JobId, u64) -> Option<v1::Job>) {
         for job in std::mem::take(&mut self.changed) {
-            let revision = self.revisions.entry(job).or_insert(self.first);
-            *revision = revision.saturating_add(1);
-            let followed = self
-                .senders
-                .get(&job)
-                .filter(|sender| sender.receiver_count() > 0);
-            let Some(sender) = followed else {
-                self.senders.remove(&job);
-                continue;
-            };
-            if let Some(snapshot) = view(job, *revision) {
-                sender.send_replace(Arc::new(snapshot));
-            }
+            self.publish_one(job, &mut view);
+        }
+    }
+
+    /// Publishes one job now, if it changed.
+    pub fn publish_now(&mut self, job: JobId, mut view: impl FnMut(JobId, u64) -> Option<v1::Job>) {
+        if self.changed.remove(&job) {
+            self.publish_one(job, &mut view);
+        }
+    }
+
+    fn publish_one(&mut self, job: JobId, view: &mut dyn FnMut(JobId, u64) -> Option<v1::Job>) {
+        let revision = self.revisions.entry(job).or_insert(self.first);
+        *revision = revision.saturating_add(1);
+        let followed = self
+            .senders
+            .get(&job)
+            .filter(|sender| sender.receiver_count() > 0);
+        let Some(sender) = followed else {
+            self.senders.remove(&job);
+            return;
+        };
+        if let Some(snapshot) = view(job, *revision) {
+            sender.send_replace(Arc::new(snapshot));
         }
     }
 }

@@ -13,15 +13,16 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::jobs::ask;
+use super::jobs::{ask, line};
 use super::owner::{self, Greeting, Report, WorkerHandle};
 use crate::scheduler::{AttemptId, DeviceInfo, Epoch, Introduction, Lease, Payload, Term, WorkerId};
 
 const HELLO_DEADLINE: Duration = Duration::from_secs(10);
 /// Messages that may wait for a worker.
-const OUTBOX: usize = 256;
+const OUTBOX: usize = 1024;
 const NAME_CHARACTERS: usize = 64;
 const DEVICES: usize = 64;
+const ADDRESS_BYTES: usize = 256;
 const LOG_LINES: usize = 100;
 const LOG_LINE_BYTES: usize = 4 << 10;
 
@@ -51,12 +52,17 @@ impl Workers for Service {
         else {
             return Err(Status::invalid_argument("the first message must be a hello"));
         };
+        let version = spoken(&hello)?;
         let attempts = hello.attempts.iter().map(lease).collect();
+        let (build, highest_term) = (line(hello.version.clone(), ""), Term(hello.highest_term));
         let introduction = introduction(hello)?;
         let (outbox, stream) = mpsc::channel(OUTBOX);
         let stop = self.stop.child_token();
         let greeting = Greeting {
             introduction,
+            build,
+            version,
+            highest_term,
             attempts,
             outbox,
             stop: stop.clone(),
@@ -76,12 +82,13 @@ impl Workers for Service {
         request: Request<v1::HeartbeatRequest>,
     ) -> Result<Response<v1::HeartbeatResponse>, Status> {
         let v1::HeartbeatRequest {
+            term,
             worker_id,
             epoch,
             attempts,
-            ..
         } = request.into_inner();
         let response = ask(&self.requests, |reply| owner::Request::Heartbeat {
+            term: Term(term),
             worker: WorkerId(worker_id),
             epoch: Epoch(epoch),
             attempts: attempts.iter().map(lease).collect(),
@@ -140,8 +147,10 @@ fn translate(from: WorkerHandle, message: Message) -> Option<owner::Request> {
         Message::Completed(v1::Completed { lease, output_json }) => (lease, completed(&output_json)),
         Message::Failed(v1::Failed { lease, failure_json }) => (lease, failed(&failure_json)),
         Message::Stopped(v1::Stopped { lease }) => (lease, Report::Stopped),
-        // No task has more than one rank yet.
-        Message::Prepared(_) => return None,
+        Message::Prepared(v1::Prepared { lease, address }) => {
+            let fits = !address.is_empty() && address.len() <= ADDRESS_BYTES;
+            (lease, Report::Prepared(fits.then_some(address)?))
+        }
     };
     Some(owner::Request::Report {
         from,
@@ -210,7 +219,6 @@ fn spoken(hello: &v1::Hello) -> Result<u32, Status> {
 }
 
 fn introduction(hello: v1::Hello) -> Result<Introduction, Status> {
-    spoken(&hello)?;
     let allowed = |character: char| character.is_ascii_alphanumeric() || "-_.".contains(character);
     let name = hello.worker;
     if name.is_empty() || name.len() > NAME_CHARACTERS || !name.chars().all(allowed) {

@@ -44,6 +44,23 @@ impl Planner for Story {
     }
 }
 
+/// One stage of so many tasks, then the outcome.
+pub struct Crowd(pub usize);
+
+impl Planner for Crowd {
+    fn plan(&self, _: &str, stages: &[StageSnapshot]) -> Result<Planned, String> {
+        Ok(match stages.first().map(|stage| stage.outputs.is_some()) {
+            None => Planned::Stages(vec![stage("crowd", self.0)]),
+            Some(false) => Planned::Stages(Vec::new()),
+            Some(true) => Planned::Outcome("{}".into()),
+        })
+    }
+
+    fn write_report(&self, outcome: &str, directory: &Path) -> Result<(), String> {
+        Story.write_report(outcome, directory)
+    }
+}
+
 fn stage(name: &str, tasks: usize) -> StagePlan {
     let task = |index| TaskPlan {
         name: format!("{name} {index}"),
@@ -96,11 +113,23 @@ impl Place {
     }
 
     pub async fn coordinator_that_gives_up_after(&self, worker_lost: Duration) -> Handle {
+        let mut options = self.options();
+        options.worker_lost = worker_lost;
+        Coordinator::start_with(options, Arc::new(Story)).await.unwrap()
+    }
+
+    /// One whose jobs are one stage of so many tasks.
+    pub async fn coordinator_of_crowds(&self, tasks: usize) -> Handle {
+        let planner = Arc::new(Crowd(tasks));
+        Coordinator::start_with(self.options(), planner).await.unwrap()
+    }
+
+    pub fn options(&self) -> CoordinatorOptions {
         let mut options = CoordinatorOptions::new(self.directory.path().join("data"));
         options.listen = "127.0.0.1:0".parse().unwrap();
-        options.worker_lost = worker_lost;
+        options.worker_lost = DEADLINE;
         options.heartbeat_interval = Duration::from_millis(100);
-        Coordinator::start_with(options, Arc::new(Story)).await.unwrap()
+        options
     }
 }
 
@@ -129,6 +158,12 @@ impl FakeWorker {
         epoch: u64,
         attempts: Vec<v1::Lease>,
     ) -> Result<Self, tonic::Status> {
+        Self::say_hello(handle, hello(name, epoch, attempts)).await
+    }
+
+    /// Connects with a hello of the test's making.
+    pub async fn say_hello(handle: &Handle, hello: v1::Hello) -> Result<Self, tonic::Status> {
+        let (name, epoch) = (hello.worker.clone(), hello.epoch);
         let channel = Channel::from_shared(handle.endpoint())
             .unwrap()
             .connect()
@@ -136,23 +171,6 @@ impl FakeWorker {
             .unwrap();
         let mut client = WorkersClient::new(channel);
         let (outbox, messages) = mpsc::channel(16);
-        let hello = v1::Hello {
-            protocol_version: 1,
-            worker: name.to_owned(),
-            epoch,
-            version: "test".to_owned(),
-            host: String::new(),
-            devices: vec![v1::Device {
-                id: "cpu".to_owned(),
-                kind: "cpu".to_owned(),
-                name: "test".to_owned(),
-                memory_bytes: 1,
-                threads: 1,
-            }],
-            attempts,
-            oldest_protocol_version: 0,
-            highest_term: 0,
-        };
         outbox
             .send(WorkerMessage {
                 message: Some(FromWorker::Hello(hello)),
@@ -163,7 +181,6 @@ impl FakeWorker {
         let Some(FromCoordinator::Welcome(welcome)) = inbox.message().await?.unwrap().message else {
             panic!("the first message is no welcome");
         };
-        let name = name.to_owned();
         Ok(Self {
             name,
             epoch,
@@ -236,6 +253,26 @@ impl FakeWorker {
             .heartbeat(request)
             .await
             .map(tonic::Response::into_inner)
+    }
+}
+
+/// What a worker of one device says first.
+pub fn hello(name: &str, epoch: u64, attempts: Vec<v1::Lease>) -> v1::Hello {
+    v1::Hello {
+        protocol_version: espalier_proto::PROTOCOL_VERSION,
+        oldest_protocol_version: espalier_proto::OLDEST_PROTOCOL_VERSION,
+        worker: name.to_owned(),
+        epoch,
+        version: "test".to_owned(),
+        devices: vec![v1::Device {
+            id: "cpu".to_owned(),
+            kind: "cpu".to_owned(),
+            name: "test".to_owned(),
+            memory_bytes: 1,
+            threads: 1,
+        }],
+        attempts,
+        ..v1::Hello::default()
     }
 }
 

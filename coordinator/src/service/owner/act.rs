@@ -8,7 +8,9 @@ use espalier_proto::v1::{self, coordinator_message::Message};
 
 use super::handle::wire;
 use super::{Owner, Request};
-use crate::scheduler::{AttemptId, Effect, JobId, JobPhase, Payload, Stage, Task, TaskPhase, WorkerId};
+use crate::scheduler::{
+    AttemptId, Command, Effect, JobId, JobPhase, Payload, Stage, Task, TaskPhase, WorkerId,
+};
 use crate::service::StageSnapshot;
 
 impl Owner {
@@ -44,6 +46,10 @@ impl Owner {
         let Some(link) = self.links.get(&worker) else {
             return;
         };
+        if link.version < 2 && matches!(message, Message::Release(_) | Message::Restart(_)) {
+            tracing::warn!(%worker, "the worker's protocol version has no such message: it is not sent");
+            return;
+        }
         let message = v1::CoordinatorMessage {
             message: Some(message),
         };
@@ -60,10 +66,24 @@ impl Owner {
         let Some(task) = self.state.task(attempt.task) else {
             return;
         };
-        tracing::info!(
+        tracing::debug!(
             job = %task.job, task = %task.id, attempt = %attempt.lease.attempt, kind = %task.kind,
             worker = %attempt.worker, "a task was handed out"
         );
+        let too_old = |link: &super::Link| link.version < 2;
+        if attempt.place.is_some() && self.links.get(&attempt.worker).is_some_and(too_old) {
+            let failure = espalier_proto::task::Failure {
+                kind: espalier_proto::task::FailureKind::Error,
+                message: "the worker's build runs no task of several ranks: replace it by a newer one"
+                    .to_owned(),
+            };
+            self.afterwards.push(Command::Fail {
+                worker: attempt.worker,
+                lease: attempt.lease,
+                failure,
+            });
+            return;
+        }
         let assign = v1::Assign {
             lease: Some(wire(attempt.lease)),
             task_id: task.id.0,

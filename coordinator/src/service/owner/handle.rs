@@ -5,10 +5,10 @@ use espalier_proto::v1::{self, coordinator_message::Message};
 use tokio::sync::oneshot;
 use tonic::Status;
 
-use super::request::{Greeting, Listing, Report, Request, Submission, WorkerHandle};
+use super::request::{Greeting, JobOrder, Report, Request, Submission, WorkerHandle, WorkerOrder};
 use super::{Link, Owner, status};
-use crate::scheduler::{Command, Epoch, JobId, Lease, Rejection, Standing, WorkerId};
-use crate::service::{Planned, view};
+use crate::scheduler::{Command, Epoch, JobId, Lease, Rejection, Standing, Term, WorkerId};
+use crate::service::Planned;
 
 impl Owner {
     pub(super) fn handle(&mut self, request: Request) {
@@ -20,21 +20,25 @@ impl Owner {
             } => {
                 self.submit(request_id, *submission, reply);
             }
-            Request::Get { job, reply } => self.later(reply, move |owner| owner.view(job)),
-            Request::List { listing, reply } => {
-                self.later(reply, move |owner| Ok(owner.list(&listing)));
-            }
+            Request::Query(query) => self.query(query),
             Request::Watch { job, reply } => self.later(reply, move |owner| {
                 let snapshot = owner.view(job)?;
+                owner.watchers.admits(job).map_err(Status::resource_exhausted)?;
                 Ok(owner.watchers.follow(job, snapshot))
             }),
-            Request::Cancel { job, reason, reply } => {
-                let decided = self.decide(Command::Cancel { job, reason });
+            Request::KeepJob { job, order, reply } => {
+                let decided = self.decide(match order {
+                    JobOrder::Cancel { reason } => Command::Cancel { job, reason },
+                    JobOrder::Pause { reason } => Command::Pause { job, reason },
+                    JobOrder::Resume => Command::Resume { job },
+                    JobOrder::Retry { request_id } => Command::Retry { job, request_id },
+                });
                 self.later(reply, move |owner| {
                     decided.map_err(|rejection| status(&rejection))?;
                     owner.view(job)
                 });
             }
+            Request::KeepWorker { name, order, reply } => self.keep_worker(name, order, reply),
             Request::Greet { greeting, reply } => self.greet(*greeting, reply),
             Request::Report { from, lease, report } => self.report(from, lease, report),
             Request::Leave { from } => {
@@ -52,12 +56,15 @@ impl Owner {
             }
             // Waits for the disk too: what is not durable must not be called over.
             Request::Heartbeat {
+                term,
                 worker,
                 epoch,
                 attempts,
                 reply,
             } => {
-                self.later(reply, move |owner| owner.heartbeat(worker, epoch, &attempts));
+                self.later(reply, move |owner| {
+                    owner.heartbeat(term, worker, epoch, &attempts)
+                });
             }
             Request::Planned {
                 job,
@@ -89,7 +96,7 @@ impl Owner {
     }
 
     /// Answers once the turn is durable.
-    fn later<T: Send + 'static>(
+    pub(super) fn later<T: Send + 'static>(
         &mut self,
         reply: oneshot::Sender<Result<T, Status>>,
         answer: impl FnOnce(&mut Self) -> Result<T, Status> + Send + 'static,
@@ -102,7 +109,7 @@ impl Owner {
     }
 
     /// Runs a command that nobody waits for.
-    fn note(&mut self, command: Command) {
+    pub(super) fn note(&mut self, command: Command) {
         if let Err(rejection) = self.decide(command) {
             tracing::debug!(%rejection, "a command was refused");
         }
@@ -119,6 +126,7 @@ impl Owner {
             parent,
             output,
             device_kind,
+            priority,
             free,
         } = submission;
         let known = request_id
@@ -138,16 +146,11 @@ impl Owner {
             parent,
             output,
             device_kind,
-            priority: 0,
+            priority,
         };
         match self.decide(command) {
             Ok(()) => {
-                let job = self
-                    .state
-                    .jobs()
-                    .next_back()
-                    .map(|job| job.id)
-                    .unwrap_or_default();
+                let job = self.state.last_job();
                 tracing::info!(%job, "a job was submitted");
                 self.later(reply, move |owner| Ok((owner.view(job)?, false)));
             }
@@ -158,24 +161,41 @@ impl Owner {
         }
     }
 
-    fn list(&self, listing: &Listing) -> Vec<v1::Job> {
-        self.state
-            .jobs()
-            .rev()
-            .filter(|job| listing.before.is_none_or(|before| job.id < before))
-            .map(|job| view::summary(&self.state, job, self.watchers.revision(job.id)))
-            .filter(|job| listing.states.is_empty() || listing.states.contains(&job.state))
-            .take(listing.size)
-            .collect()
+    fn keep_worker(
+        &mut self,
+        name: String,
+        order: WorkerOrder,
+        reply: oneshot::Sender<Result<v1::Worker, Status>>,
+    ) {
+        let Some(worker) = self.state.worker_named(&name).map(|worker| worker.id) else {
+            return self.later(reply, move |owner| owner.worker(&name));
+        };
+        let decided = self.decide(match order {
+            WorkerOrder::Cordon { reason } => Command::Cordon { worker, reason },
+            WorkerOrder::Uncordon => Command::Uncordon { worker },
+            WorkerOrder::Drain { reason } => Command::Drain { worker, reason },
+            WorkerOrder::Restart { reason } => Command::RestartWorker { worker, reason },
+        });
+        self.later(reply, move |owner| {
+            decided.map_err(|rejection| status(&rejection))?;
+            owner.worker(&name)
+        });
     }
 
     fn greet(&mut self, greeting: Greeting, reply: oneshot::Sender<Result<WorkerHandle, Status>>) {
         let Greeting {
             introduction,
+            build,
+            version,
+            highest_term,
             attempts,
             outbox,
             stop,
         } = greeting;
+        if highest_term > self.state.term() {
+            let succeeded = self.succeeded_by(highest_term);
+            return self.later(reply, move |_| Err(succeeded));
+        }
         let (name, epoch) = (introduction.name.clone(), introduction.epoch);
         if let Err(rejection) = self.decide(Command::Introduce(introduction)) {
             return self.later(reply, move |_| Err(status(&rejection)));
@@ -194,21 +214,26 @@ impl Owner {
         self.later(reply, move |owner| {
             let link = Link {
                 epoch,
+                build,
+                version,
                 number: handle.link,
                 outbox,
                 stop,
             };
             owner.links.insert(worker, link);
-            owner.send(worker, Message::Welcome(owner.welcome(worker, &attempts)));
+            owner.send(
+                worker,
+                Message::Welcome(owner.welcome(worker, version, &attempts)),
+            );
             owner.send_again(worker, &attempts);
             tracing::info!(worker = name, %epoch, "a worker connected");
             Ok(handle)
         });
     }
 
-    fn welcome(&self, worker: WorkerId, attempts: &[Lease]) -> v1::Welcome {
+    fn welcome(&self, worker: WorkerId, version: u32, attempts: &[Lease]) -> v1::Welcome {
         v1::Welcome {
-            protocol_version: espalier_proto::PROTOCOL_VERSION,
+            protocol_version: version,
             term: self.state.term().0,
             worker_id: worker.0,
             heartbeat_interval_ms: milliseconds(self.options.heartbeat_interval),
@@ -219,22 +244,33 @@ impl Owner {
         }
     }
 
-    /// What the worker should run or stop but did not say it knows of.
+    /// A worker was welcomed by a coordinator that came after this one: it stops, whatever else it believes.
+    fn succeeded_by(&mut self, term: Term) -> Status {
+        tracing::error!(%term, own = %self.state.term(), "another coordinator has taken over: this one stops");
+        self.succeeded = Some(term);
+        Status::failed_precondition(format!(
+            "this coordinator has been succeeded by one of term {term}: connect to that one"
+        ))
+    }
+
+    /// What the worker should run, begin or stop but did not say it knows of.
     fn send_again(&mut self, worker: WorkerId, known: &[Lease]) {
-        let held: Vec<_> = self
-            .state
-            .attempts()
-            .filter(|attempt| attempt.worker == worker)
-            .cloned()
-            .collect();
+        let held: Vec<_> = self.state.attempts_on(worker).cloned().collect();
         for attempt in held {
-            let is_known = known.contains(&attempt.lease);
             let id = attempt.lease.attempt;
-            match (attempt.cancelled, is_known) {
-                (false, false) => self.assign(id),
-                (false, true) => {}
-                (true, _) => self.stop_attempt(id),
+            if attempt.cancelled {
+                self.stop_attempt(id);
+                continue;
             }
+            if !known.contains(&attempt.lease) {
+                self.assign(id);
+            }
+            self.release(id);
+        }
+        let drain = self.state.worker(worker).and_then(|known| known.drain.clone());
+        if let Some(reason) = drain {
+            let term = self.state.term().0;
+            self.send(worker, Message::Drain(v1::Drain { reason, term }));
         }
     }
 
@@ -254,11 +290,18 @@ impl Owner {
 
     fn heartbeat(
         &mut self,
+        term: Term,
         worker: WorkerId,
         epoch: Epoch,
         attempts: &[Lease],
     ) -> Result<v1::HeartbeatResponse, Status> {
         let again = |what: &str| Status::failed_precondition(format!("{what}: connect again"));
+        if term > self.state.term() {
+            return Err(self.succeeded_by(term));
+        }
+        if term < self.state.term() {
+            return Err(again("the coordinator has been started anew"));
+        }
         let known = self
             .state
             .worker(worker)
@@ -305,6 +348,14 @@ impl Owner {
                 }
             }
             Report::Stopped => Command::Stopped { worker, lease },
+            Report::Prepared(address) => {
+                // Not acknowledged: it is said again on each new stream until the gang is released.
+                return self.note(Command::Prepared {
+                    worker,
+                    lease,
+                    address,
+                });
+            }
         };
         let mut decided = self.decide(command);
         if let Err(Rejection::Invalid(reason)) = &decided {

@@ -7,7 +7,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
 use crate::journal;
-use crate::scheduler::{Epoch, Introduction, JobId, Lease, Payload, WorkerId};
+use crate::scheduler::{Epoch, Introduction, JobId, Lease, Payload, TaskId, Term, WorkerId};
 use crate::service::Planned;
 use crate::service::watch::Following;
 
@@ -27,6 +27,8 @@ pub struct Submission {
     pub output: String,
     /// The kind of device its tasks need.
     pub device_kind: String,
+    /// Higher goes first.
+    pub priority: i32,
     /// Whether the output is free; counts only if this is not a submission sent again.
     pub free: Result<(), String>,
 }
@@ -42,11 +44,93 @@ pub struct Listing {
     pub states: Vec<i32>,
 }
 
+/// A page of a job's tasks.
+#[derive(Debug)]
+pub struct TaskListing {
+    /// Whose.
+    pub job: JobId,
+    /// Only those after this one.
+    pub after: TaskId,
+    /// At most so many.
+    pub size: usize,
+    /// Only in these states, unless empty.
+    pub states: Vec<i32>,
+    /// Only of this stage, unless empty.
+    pub stage: String,
+}
+
+/// What a user can do with a job.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs)] // the fields are what the variants' docs say
+pub enum JobOrder {
+    /// End it.
+    Cancel { reason: String },
+    /// Start nothing more of it.
+    Pause { reason: String },
+    /// Let it go on.
+    Resume,
+    /// Let it go on from where it failed.
+    Retry { request_id: Option<String> },
+}
+
+/// What a keeper can do with a worker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs)] // the fields are what the variants' docs say
+pub enum WorkerOrder {
+    /// Give it nothing more.
+    Cordon { reason: String },
+    /// Give it work again.
+    Uncordon,
+    /// Ask it to hand back what it runs and to leave.
+    Drain { reason: String },
+    /// Replace its children.
+    Restart { reason: String },
+}
+
+/// A question that changes nothing.
+#[derive(Debug)]
+#[allow(missing_docs)] // the fields are what the variants' docs say
+pub enum Query {
+    /// A job.
+    Job { job: JobId, reply: Reply<v1::Job> },
+    /// Jobs, the newest first.
+    Jobs {
+        listing: Listing,
+        reply: Reply<Vec<v1::Job>>,
+    },
+    /// What happened to a job after the entry of this number, and whether it has ended.
+    Events {
+        job: JobId,
+        after: u64,
+        reply: Reply<(Vec<(u64, v1::JobEvent)>, bool)>,
+    },
+    /// Tasks of a job, and after which one the next page begins.
+    Tasks {
+        listing: TaskListing,
+        reply: Reply<(Vec<v1::TaskDetail>, Option<TaskId>)>,
+    },
+    /// A task and its attempts.
+    Task {
+        task: TaskId,
+        reply: Reply<v1::TaskDetail>,
+    },
+    /// Every worker.
+    Workers { reply: Reply<Vec<v1::Worker>> },
+    /// The worker of this name.
+    Worker { name: String, reply: Reply<v1::Worker> },
+}
+
 /// A worker that opened a stream.
 #[derive(Debug)]
 pub struct Greeting {
     /// Who it is.
     pub introduction: Introduction,
+    /// Of its build, for display.
+    pub build: String,
+    /// The protocol version spoken on this stream.
+    pub version: u32,
+    /// The highest term it has been welcomed by.
+    pub highest_term: Term,
     /// What it runs or holds results of.
     pub attempts: Vec<Lease>,
     /// Messages to it.
@@ -79,6 +163,8 @@ pub enum Report {
     Failed(Failure),
     /// It was cancelled and has stopped.
     Stopped,
+    /// A rank of a gang stands ready at this address.
+    Prepared(String),
 }
 
 /// What the loop can be asked and told.
@@ -91,20 +177,21 @@ pub enum Request {
         submission: Box<Submission>,
         reply: Reply<(v1::Job, bool)>,
     },
-    /// Show a job.
-    Get { job: JobId, reply: Reply<v1::Job> },
-    /// Show jobs, the newest first.
-    List {
-        listing: Listing,
-        reply: Reply<Vec<v1::Job>>,
-    },
+    /// Answer a question.
+    Query(Query),
     /// Follow a job.
     Watch { job: JobId, reply: Reply<Following> },
-    /// End a job.
-    Cancel {
+    /// Do something with a job, for a user.
+    KeepJob {
         job: JobId,
-        reason: String,
+        order: JobOrder,
         reply: Reply<v1::Job>,
+    },
+    /// Do something with a worker, for its keeper.
+    KeepWorker {
+        name: String,
+        order: WorkerOrder,
+        reply: Reply<v1::Worker>,
     },
     /// A worker opened a stream.
     Greet {
@@ -121,8 +208,9 @@ pub enum Request {
     Leave { from: WorkerHandle },
     /// A worker's stream has ended.
     Closed { from: WorkerHandle },
-    /// A worker lives.
+    /// A worker lives; `term` as it was welcomed.
     Heartbeat {
+        term: Term,
         worker: WorkerId,
         epoch: Epoch,
         attempts: Vec<Lease>,

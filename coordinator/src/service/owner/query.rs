@@ -1,0 +1,139 @@
+//! Questions that change nothing, answered from the state as it is durable.
+
+use espalier_proto::v1;
+use tonic::Status;
+
+use super::Owner;
+use super::request::{Listing, Query, TaskListing};
+use crate::scheduler::{JobId, Stage, Task, TaskId};
+use crate::service::{history, view};
+
+impl Owner {
+    pub(super) fn query(&mut self, query: Query) {
+        match query {
+            Query::Job { job, reply } => self.later(reply, move |owner| owner.view(job)),
+            Query::Jobs { listing, reply } => self.later(reply, move |owner| Ok(owner.list(&listing))),
+            Query::Events { job, after, reply } => {
+                self.later(reply, move |owner| owner.events(job, after));
+            }
+            Query::Tasks { listing, reply } => self.later(reply, move |owner| owner.tasks(&listing)),
+            Query::Task { task, reply } => self.later(reply, move |owner| owner.task(task)),
+            Query::Workers { reply } => self.later(reply, |owner| Ok(owner.workers())),
+            Query::Worker { name, reply } => self.later(reply, move |owner| owner.worker(&name)),
+        }
+    }
+
+    fn list(&self, listing: &Listing) -> Vec<v1::Job> {
+        let before = listing.before.unwrap_or(JobId(u64::MAX));
+        let (absent, resting) = (self.absent(), self.resting());
+        let beside = self.beside_state(&absent, &resting);
+        let wanted = |job: &v1::Job| listing.states.is_empty() || listing.states.contains(&job.state);
+        let live = self.state.jobs().rev().filter(|job| job.id < before);
+        let mut live = live
+            .map(|job| {
+                (
+                    job.id,
+                    view::summary(&self.state, job, self.watchers.revision(job.id), beside),
+                )
+            })
+            .peekable();
+        let archived = self.state.archived().rev().filter(|job| job.id < before);
+        let mut archived = archived
+            .map(|job| (job.id, view::archived(job, self.watchers.revision(job.id))))
+            .peekable();
+        let mut page = Vec::new();
+        while page.len() < listing.size {
+            let from_live = match (live.peek(), archived.peek()) {
+                (Some((job, _)), Some((other, _))) => job > other,
+                (Some(_), None) => true,
+                (None, Some(_)) => false,
+                (None, None) => break,
+            };
+            let next = if from_live { live.next() } else { archived.next() };
+            page.extend(next.map(|(_, job)| job).filter(wanted));
+        }
+        page
+    }
+
+    fn events(&self, job: JobId, after: u64) -> Result<(Vec<(u64, v1::JobEvent)>, bool), Status> {
+        let ended = match self.state.job(job) {
+            Some(known) => known.phase.is_terminal() && !known.wants_removal(),
+            None if self.state.summary(job).is_some() => true,
+            None => return Err(Status::not_found(format!("there is no {job}"))),
+        };
+        let (entries, mut lagged) = self.history.since(job, after);
+        let shown = |entry: &history::Entry| {
+            let lagged = std::mem::take(&mut lagged);
+            (entry.number, history::shown(&self.state, entry, lagged))
+        };
+        Ok((entries.iter().map(shown).collect(), ended))
+    }
+
+    fn tasks(&self, listing: &TaskListing) -> Result<(Vec<v1::TaskDetail>, Option<TaskId>), Status> {
+        let Some(job) = self.state.job(listing.job) else {
+            return Err(Status::not_found(format!("there is no {}", listing.job)));
+        };
+        let wanted = |stage: &&Stage| listing.stage.is_empty() || stage.name == listing.stage;
+        let stages = job.stages.iter().filter(wanted);
+        let after = listing.after;
+        // Ids of a stage's tasks grow, and those of a later stage are larger.
+        let ids = stages.flat_map(move |stage| {
+            let seen = stage.tasks.partition_point(|task| *task <= after);
+            stage.tasks.get(seen..).unwrap_or_default()
+        });
+        let mut page = Vec::new();
+        for task in ids.filter_map(|task| self.state.task(*task)) {
+            let state = view::task_state(task);
+            if !listing.states.is_empty() && !listing.states.contains(&state.into()) {
+                continue;
+            }
+            page.push(self.detail(task));
+            if page.len() == listing.size {
+                return Ok((page, Some(task.id)));
+            }
+        }
+        Ok((page, None))
+    }
+
+    fn task(&self, task: TaskId) -> Result<v1::TaskDetail, Status> {
+        let known = self.state.task(task);
+        let known = known.ok_or_else(|| Status::not_found(format!("there is no task {task}")))?;
+        let mut detail = self.detail(known);
+        known.payload.as_str().clone_into(&mut detail.spec_json);
+        detail.output_json = view::output(known).unwrap_or_default().to_owned();
+        detail.attempts = view::attempts(&self.state, known, &self.history, &self.progress);
+        Ok(detail)
+    }
+
+    fn detail(&self, task: &Task) -> v1::TaskDetail {
+        view::detail(&self.state, task, self.resting.contains_key(&task.id))
+    }
+
+    fn workers(&self) -> Vec<v1::Worker> {
+        let mut workers: Vec<v1::Worker> = self
+            .state
+            .workers()
+            .map(|worker| self.shown_worker(worker))
+            .collect();
+        workers.sort_by(|one, other| one.name.cmp(&other.name));
+        workers
+    }
+
+    pub(super) fn worker(&self, name: &str) -> Result<v1::Worker, Status> {
+        let known = self.state.worker_named(name);
+        known
+            .map(|worker| self.shown_worker(worker))
+            .ok_or_else(|| Status::not_found(format!("there is no worker `{}`", name.escape_debug())))
+    }
+
+    fn shown_worker(&self, worker: &crate::scheduler::Worker) -> v1::Worker {
+        let elapsed = self.surroundings.clock.elapsed();
+        let silent = self
+            .heard
+            .get(&worker.id)
+            .map(|heard| elapsed.saturating_sub(*heard));
+        let link = self.links.get(&worker.id);
+        let version = link.map(|link| link.build.clone()).unwrap_or_default();
+        view::worker(&self.state, worker, link.is_some(), silent, version)
+    }
+}

@@ -1,0 +1,303 @@
+//! The protocol's rules and its limits: terms, versions, followers, large jobs.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use std::collections::BTreeSet;
+
+use common::{DEADLINE, FakeWorker, Place, acknowledged, client, end_of, hello, run_one};
+use espalier_coordinator::{Coordinator, Error};
+use espalier_proto::v1::cluster_client::ClusterClient;
+use espalier_proto::v1::coordinator_message::Message as FromCoordinator;
+use espalier_proto::v1::tasks_client::TasksClient;
+use espalier_proto::v1::worker_message::Message as FromWorker;
+use espalier_proto::v1::{self, JobState, TaskState, WorkerState};
+use tonic::Code;
+use tonic::transport::Channel;
+
+async fn channel(handle: &espalier_coordinator::Handle) -> Channel {
+    let endpoint = Channel::from_shared(handle.endpoint()).unwrap();
+    endpoint.connect().await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn workers_of_the_version_before_are_served() {
+    let place = Place::new();
+    let handle = place.coordinator().await;
+    client(&handle).await.submit(place.spec(), "").await.unwrap();
+    let mut before = hello("before", 1, Vec::new());
+    (before.protocol_version, before.oldest_protocol_version) = (1, 0);
+    let mut before = FakeWorker::say_hello(&handle, before).await.unwrap();
+    assert_eq!(before.welcome.protocol_version, 1);
+    let lease = before.assignment().await.lease.unwrap();
+    let restart = v1::RestartWorkerRequest {
+        name: "before".to_owned(),
+        reason: String::new(),
+    };
+    let mut cluster = ClusterClient::new(channel(&handle).await);
+    cluster.restart_worker(restart).await.unwrap();
+    before.complete(lease).await;
+    let acknowledged = acknowledged(&mut before).await;
+    assert_eq!(
+        acknowledged, lease,
+        "it was sent a message its version does not have"
+    );
+
+    let mut both = hello("both", 1, Vec::new());
+    (both.protocol_version, both.oldest_protocol_version) = (3, 2);
+    let both = FakeWorker::say_hello(&handle, both).await.unwrap();
+    assert_eq!(both.welcome.protocol_version, 2);
+    let mut after = hello("after", 1, Vec::new());
+    (after.protocol_version, after.oldest_protocol_version) = (4, 3);
+    let refused = FakeWorker::say_hello(&handle, after).await.err().unwrap();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    assert!(refused.message().contains("only 1 to 2"), "{}", refused.message());
+    handle.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stale_term_is_refused() {
+    let place = Place::new();
+    place.coordinator().await.shutdown(DEADLINE).await.unwrap();
+    let handle = place.coordinator().await;
+    client(&handle).await.submit(place.spec(), "").await.unwrap();
+    let mut worker = FakeWorker::connect(&handle, "a", 1, Vec::new()).await;
+    assert_eq!(worker.welcome.term, 2);
+    let lease = worker.assignment().await.lease.unwrap();
+    for term in [1, 3] {
+        worker.complete(v1::Lease { term, ..lease }).await;
+        let FromCoordinator::Superseded(refused) = worker.next().await else {
+            panic!("a lease of term {term} was taken")
+        };
+        assert_eq!(refused.lease.unwrap().term, term);
+    }
+    worker.welcome.term = 1;
+    let refused = worker.heartbeat().await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+    worker.complete(lease).await;
+    assert_eq!(acknowledged(&mut worker).await, lease);
+    handle.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_coordinator_that_was_succeeded_stops() {
+    let place = Place::new();
+    let handle = place.coordinator().await;
+    let mut hello = hello("a", 1, Vec::new());
+    hello.highest_term = 2;
+    let refused = FakeWorker::say_hello(&handle, hello).await.err().unwrap();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    let why = tokio::time::timeout(DEADLINE, handle.failed()).await.unwrap();
+    assert!(why.contains("succeeded by one of term 2"), "{why}");
+    handle.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dashboard_of_ten_thousand_tasks_answers_quickly() {
+    const TASKS: usize = 10_000;
+    let place = Place::new();
+    let handle = place.coordinator_of_crowds(TASKS).await;
+    let mut clients = client(&handle).await;
+    let (job, _) = clients.submit(place.spec(), "").await.unwrap();
+    let mut worker = FakeWorker::connect(&handle, "a", 1, Vec::new()).await;
+    run_one(&mut worker).await;
+    let mut following = clients.watch(&job.id, 0).await.unwrap();
+    let snapshot = following.next().await.unwrap().unwrap();
+    let stage = snapshot.stages.first().unwrap();
+    assert_eq!(stage.tasks, 10_000);
+    let shown = prost::Message::encoded_len(&snapshot);
+    assert!(shown < 8 << 10, "a snapshot takes {shown} bytes");
+
+    let mut tasks = TasksClient::new(channel(&handle).await);
+    let mut list = v1::ListTasksRequest {
+        job_id: job.id.clone(),
+        page_size: 1000,
+        ..v1::ListTasksRequest::default()
+    };
+    let mut seen = BTreeSet::new();
+    loop {
+        let page = tasks.list(list.clone()).await.unwrap().into_inner();
+        assert!(page.tasks.len() <= 1000);
+        seen.extend(page.tasks.iter().map(|task| task.id));
+        if page.next_page_token.is_empty() {
+            break;
+        }
+        list.page_token = page.next_page_token;
+    }
+    assert_eq!(seen.len(), TASKS, "every task once");
+    list.page_token.clear();
+    list.states = vec![TaskState::Done.into()];
+    let done = tasks.list(list).await.unwrap().into_inner().tasks;
+    assert_eq!(done.len(), 1);
+    let request = v1::GetTaskRequest {
+        task_id: done.first().unwrap().id,
+    };
+    let whole = tasks.get(request).await.unwrap().into_inner().task.unwrap();
+    let attempt = whole.attempts.first().unwrap();
+    assert_eq!(
+        (attempt.outcome.as_str(), attempt.worker.as_str()),
+        ("completed", "a")
+    );
+    assert!(whole.output_json.contains("permutation"));
+    handle.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn followers_beyond_the_limit_are_told_so() {
+    let place = Place::new();
+    let handle = place.coordinator().await;
+    let mut client = client(&handle).await;
+    let (job, _) = client.submit(place.spec(), "").await.unwrap();
+    let mut followers = Vec::new();
+    for _ in 0..64 {
+        followers.push(client.watch(&job.id, 0).await.unwrap());
+    }
+    let one_more = client.watch(&job.id, 0).await;
+    assert!(matches!(one_more, Err(Error::Exhausted(why)) if why.contains("followed by 64 clients")));
+    drop(followers);
+    while client.watch(&job.id, 0).await.is_err() {
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    }
+    handle.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_task_that_cannot_be_decoded_fails_by_itself() {
+    let place = Place::new();
+    let handle = place.coordinator_of_crowds(2).await;
+    let (job, _) = client(&handle).await.submit(place.spec(), "").await.unwrap();
+    let mut worker = FakeWorker::connect(&handle, "a", 1, Vec::new()).await;
+    let first = worker.assignment().await;
+    let garbled = FromWorker::Completed(v1::Completed {
+        lease: first.lease,
+        output_json: bytes::Bytes::from_static(b"\xff\x00 no output"),
+    });
+    worker.say(garbled).await;
+    assert_eq!(acknowledged(&mut worker).await, first.lease.unwrap());
+    std::fs::create_dir_all(place.partial()).unwrap();
+    let second = worker.assignment().await;
+    assert_ne!(
+        second.task_id, first.task_id,
+        "the other task goes first: this one rests"
+    );
+    worker.complete(second.lease.unwrap()).await;
+    acknowledged(&mut worker).await;
+    let again = worker.assignment().await;
+    assert_eq!(again.task_id, first.task_id);
+    worker.complete(again.lease.unwrap()).await;
+    acknowledged(&mut worker).await;
+    assert_eq!(end_of(&handle, &job.id).await.state(), JobState::Succeeded);
+    handle.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_watch_survives_a_restart() {
+    let place = Place::new();
+    let handle = place.coordinator().await;
+    let (job, _) = client(&handle).await.submit(place.spec(), "").await.unwrap();
+    let mut following = client(&handle).await.watch(&job.id, 0).await.unwrap();
+    let before = following.next().await.unwrap().unwrap();
+    let mut options = place.options();
+    options.listen = handle.address();
+    handle.shutdown(DEADLINE).await.unwrap();
+    let handle = Coordinator::start_with(options, std::sync::Arc::new(common::Story))
+        .await
+        .unwrap();
+    client(&handle).await.cancel(&job.id, "enough").await.unwrap();
+    let mut last = before.clone();
+    while let Some(next) = following.next().await.unwrap() {
+        assert!(next.revision > before.revision, "revisions never fall");
+        last = next;
+    }
+    assert_eq!(last.state(), JobState::Cancelled);
+    handle.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_paused_job_starts_nothing_until_it_is_resumed_and_its_events_say_so() {
+    let place = Place::new();
+    let handle = place.coordinator().await;
+    let mut jobs = v1::jobs_client::JobsClient::new(channel(&handle).await);
+    let (job, _) = client(&handle).await.submit(place.spec(), "").await.unwrap();
+    let pause = v1::PauseRequest {
+        job_id: job.id.clone(),
+        reason: "lunch".to_owned(),
+    };
+    let paused = jobs.pause(pause).await.unwrap().into_inner().job.unwrap();
+    assert_eq!(paused.state(), JobState::Paused);
+    assert!(paused.message.contains("lunch"), "{}", paused.message);
+    let mut worker = FakeWorker::connect(&handle, "a", 1, Vec::new()).await;
+    let get = v1::GetWorkerRequest { name: "a".to_owned() };
+    let mut cluster = ClusterClient::new(channel(&handle).await);
+    let idle = cluster
+        .get_worker(get)
+        .await
+        .unwrap()
+        .into_inner()
+        .worker
+        .unwrap();
+    assert_eq!(idle.state(), WorkerState::Ready);
+    assert!(idle.devices.iter().all(|device| device.attempt == 0));
+    let resume = v1::ResumeRequest {
+        job_id: job.id.clone(),
+    };
+    jobs.resume(resume).await.unwrap();
+    run_one(&mut worker).await;
+    let asked = v1::EventsRequest {
+        job_id: job.id.clone(),
+        follow: false,
+    };
+    let mut events = jobs.events(asked).await.unwrap().into_inner();
+    let mut kinds = Vec::new();
+    while let Some(event) = events.message().await.unwrap() {
+        assert!(!event.lagged);
+        kinds.push(event.kind);
+    }
+    let story = [
+        "job_submitted",
+        "job_paused",
+        "job_resumed",
+        "attempt_started",
+        "attempt_completed",
+    ];
+    let mut told = kinds.iter();
+    for word in story {
+        assert!(told.any(|kind| kind == word), "no {word} in its place: {kinds:?}");
+    }
+    handle.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cordoned_worker_gets_nothing_and_one_that_drains_is_told_again() {
+    let place = Place::new();
+    let handle = place.coordinator().await;
+    let mut cluster = ClusterClient::new(channel(&handle).await);
+    let cordoned = FakeWorker::connect(&handle, "cordoned", 1, Vec::new()).await;
+    let cordon = v1::CordonRequest {
+        name: "cordoned".to_owned(),
+        reason: "smells of smoke".to_owned(),
+    };
+    let shown = cluster.cordon(cordon).await.unwrap().into_inner().worker.unwrap();
+    assert_eq!(
+        (shown.state(), shown.message.as_str()),
+        (WorkerState::Cordoned, "smells of smoke")
+    );
+    client(&handle).await.submit(place.spec(), "").await.unwrap();
+    let mut other = FakeWorker::connect(&handle, "other", 1, Vec::new()).await;
+    let lease = other.assignment().await.lease.unwrap();
+    let drain = v1::DrainWorkerRequest {
+        name: "other".to_owned(),
+        reason: String::new(),
+    };
+    cluster.drain_worker(drain).await.unwrap();
+    assert!(matches!(other.next().await, FromCoordinator::Drain(_)));
+    drop(other);
+    let mut other = FakeWorker::connect(&handle, "other", 1, vec![lease]).await;
+    assert!(matches!(other.next().await, FromCoordinator::Drain(drain) if drain.term == 1));
+    let nobody = v1::UncordonRequest {
+        name: "nobody".to_owned(),
+    };
+    assert_eq!(cluster.uncordon(nobody).await.unwrap_err().code(), Code::NotFound);
+    drop(cordoned);
+    handle.shutdown(DEADLINE).await.unwrap();
+}
