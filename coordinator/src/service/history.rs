@@ -46,11 +46,8 @@ pub struct History {
 }
 
 impl History {
-    /// Notes an event that is about to be applied to `state`: who ran an attempt is known only until it is.
-    pub fn note(&mut self, state: &State, event: &Event) {
-        let Some((job, mut entry)) = entry(state, event) else {
-            return;
-        };
+    /// Keeps an entry: see [`entry`].
+    pub fn push(&mut self, job: JobId, mut entry: Entry) {
         let ring = self.rings.entry(job).or_default();
         ring.next = ring.next.saturating_add(1);
         entry.number = ring.next;
@@ -112,7 +109,9 @@ impl Fold for Replayed<'_> {
     }
 
     fn event(&mut self, sequence: u64, event: Event) {
-        self.history.note(self.state, &event);
+        if let Some((job, entry)) = entry(self.state, &event) {
+            self.history.push(job, entry);
+        }
         self.state.event(sequence, event);
     }
 }
@@ -163,7 +162,9 @@ fn of_task(
     Some((job, entry))
 }
 
-fn entry(state: &State, event: &Event) -> Option<(JobId, Entry)> {
+/// What to keep of an event that is about to be applied to `state`: who ran an attempt is known only until
+/// it is.
+pub fn entry(state: &State, event: &Event) -> Option<(JobId, Entry)> {
     match event {
         Event::JobSubmitted { job, at, .. } => Some(of_job(*job, "job_submitted", *at, "")),
         Event::JobPaused { job, reason, at } => Some(of_job(*job, "job_paused", *at, reason)),

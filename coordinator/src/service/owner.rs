@@ -28,7 +28,7 @@ pub use request::{
     WorkerHandle, WorkerOrder,
 };
 
-use super::history::{History, Replayed};
+use super::history::{self, History, Replayed};
 use super::surroundings::Surroundings;
 use super::watch::Watchers;
 use super::{CoordinatorOptions, Planner, view};
@@ -84,6 +84,8 @@ pub struct Owner {
     /// Tasks that rest after a failure, and until when.
     resting: BTreeMap<TaskId, Duration>,
     history: History,
+    /// Entries of the history that are not durable yet.
+    noted: Vec<(JobId, history::Entry)>,
     watchers: Watchers,
     planning: BTreeSet<JobId>,
     writing: BTreeSet<JobId>,
@@ -140,6 +142,7 @@ impl Owner {
             troubled: BTreeSet::new(),
             resting: BTreeMap::new(),
             history,
+            noted: Vec::new(),
             watchers: Watchers::new(Term::default()),
             planning: BTreeSet::new(),
             writing: BTreeSet::new(),
@@ -198,6 +201,9 @@ impl Owner {
                 if !rests && self.full_until.take().is_some() {
                     self.effects.extend(resume(&self.state));
                 }
+                for (job, entry) in std::mem::take(&mut self.noted) {
+                    self.history.push(job, entry);
+                }
                 for answer in std::mem::take(&mut self.answers) {
                     answer(self, Ok(()));
                 }
@@ -236,6 +242,7 @@ impl Owner {
         self.state = state;
         self.find_trouble();
         self.effects.clear();
+        self.noted.clear();
         // Workers send what was not acknowledged again when they come back.
         self.links.clear();
         self.full_until = Some(self.surroundings.clock.elapsed().saturating_add(FULL_PAUSE));
@@ -255,7 +262,7 @@ impl Owner {
             if let Event::JobArchived { job, .. } = event {
                 self.publish_last(*job);
             }
-            self.history.note(&self.state, event);
+            self.noted.extend(history::entry(&self.state, event));
             apply(&mut self.state, event);
             self.note_trouble(event);
             self.effects.extend(effects(&self.state, event));
