@@ -69,6 +69,7 @@ pub fn apply(state: &mut State, event: &Event) {
             address,
         } => gang::prepared(state, *attempt, *task, address),
         Event::GangReleased { task, .. } => gang::released(state, *task),
+        Event::GangLate { task, retry, .. } => gang::late(state, *task, *retry),
         Event::RankCompleted {
             attempt,
             task,

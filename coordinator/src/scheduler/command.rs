@@ -212,6 +212,13 @@ pub enum Command {
         /// Where the other ranks reach it: `host:port`.
         address: String,
     },
+    /// A gang has not become ready for too long.
+    GangLate {
+        /// Its task.
+        task: TaskId,
+        /// Which formation.
+        generation: u64,
+    },
     /// An attempt stopped: it was cancelled, or the worker gave it up by itself, as when it drains.
     Stopped {
         /// By whom.

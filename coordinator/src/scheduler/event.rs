@@ -199,6 +199,13 @@ pub enum Event {
         generation: u64,
         addresses: Vec<String>,
     },
+    /// Ranks were not ready in time: it counts as a hang, every rank is to stop, `retry` as for a failure.
+    GangLate {
+        task: TaskId,
+        generation: u64,
+        retry: bool,
+        at: i64,
+    },
     /// A rank ended well; rank 0's output is the task's, the others' are empty.
     RankCompleted {
         attempt: AttemptId,

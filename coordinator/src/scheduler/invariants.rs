@@ -74,6 +74,7 @@ fn touched(state: &State, event: &Event) -> (Vec<TaskId>, Vec<WorkerId>) {
         | Event::AttemptStopped { task, .. }
         | Event::RankCompleted { task, .. }
         | Event::GangReleased { task, .. }
+        | Event::GangLate { task, .. }
         | Event::GangEnded { task, .. } => (vec![*task], Vec::new()),
         Event::StagesPlanned { stages, .. } => {
             let first = stages.iter().filter_map(|stage| stage.tasks.first());

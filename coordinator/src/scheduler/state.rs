@@ -182,6 +182,17 @@ impl State {
         })
     }
 
+    /// Gangs that are formed and have not begun: the task and the generation. Who keeps time says
+    /// `GangLate` of one that stays here.
+    pub fn forming(&self) -> impl Iterator<Item = (TaskId, u64)> {
+        let firsts = self.attempts.values().filter(|held| !held.cancelled);
+        let firsts = firsts.filter(|held| held.place.is_some_and(|place| place.rank == 0));
+        let gangs = firsts.filter_map(|held| Some((held.task, self.task(held.task)?.gang()?)));
+        gangs
+            .filter(|(_, gang)| !gang.released)
+            .map(|(task, gang)| (task, gang.generation))
+    }
+
     /// Why a cancelled attempt has to stop, one line.
     pub fn stop_reason(&self, attempt: &Attempt) -> String {
         match self.jobs.get(&attempt.job) {

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod control;
+mod formats;
 mod gangs;
 mod kit;
 mod order;

@@ -1,5 +1,7 @@
 //! What happens to the ranks of a task that run together.
 
+use espalier_proto::task::FailureKind;
+
 use super::attempt::{count_done, mark_started, release, seize};
 use super::job::{line_up, step_out};
 use crate::scheduler::{
@@ -67,6 +69,27 @@ pub fn released(state: &mut State, task: TaskId) {
     if let Some(gang) = gang_mut(state, task) {
         gang.released = true;
     }
+}
+
+/// Counts a hang against the task and ends the generation.
+pub fn late(state: &mut State, id: TaskId, retry: bool) {
+    let Some(gang) = gang_mut(state, id) else {
+        return;
+    };
+    let ranks = gang.ranks.len();
+    let is_late = |rank: &&Rank| rank.phase == RankPhase::Preparing;
+    let late = gang.ranks.iter().filter(is_late).count();
+    let first = gang.ranks.iter().find(is_late).map(|rank| rank.attempt);
+    let worker = first
+        .and_then(|attempt| state.attempts.get(&attempt))
+        .map(|held| held.worker);
+    if let Some(task) = state.task_mut(id) {
+        let trouble = task.trouble_mut();
+        trouble.failures.count(FailureKind::Hung);
+        trouble.last_failure = Some(format!("{late} of {ranks} ranks were not ready in time"));
+        trouble.failed_on = worker.or(trouble.failed_on);
+    }
+    break_up(state, id, retry);
 }
 
 pub fn rank_completed(state: &mut State, attempt: AttemptId, task: TaskId, output: &Payload) {

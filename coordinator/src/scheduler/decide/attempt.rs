@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use espalier_proto::task::Failure;
+use espalier_proto::task::{Failure, FailureKind};
 
 use super::Decision;
 use crate::scheduler::retry::is_evidence;
@@ -126,6 +126,30 @@ pub fn prepared(state: &State, worker: WorkerId, lease: Lease, address: String) 
         });
     }
     Ok(events)
+}
+
+/// Ends a generation that has not become ready; nothing where it has, or is over.
+pub fn gang_late(state: &State, id: TaskId, generation: u64, now: Now) -> Vec<Event> {
+    let Some(task) = state.task(id) else {
+        return Vec::new();
+    };
+    let waits = |gang: &&Gang| gang.generation == generation && !gang.released && !gang.ending;
+    if task.gang().filter(waits).is_none() {
+        return Vec::new();
+    }
+    let retry = Budget::allows(&task.failures(), FailureKind::Hung);
+    let mut endings = Endings::new(state, now);
+    endings.events.push(Event::GangLate {
+        task: id,
+        generation,
+        retry,
+        at: now.unix_ms,
+    });
+    if !retry {
+        let what = format!("its ranks were not ready in time, in generation {generation} again");
+        endings.break_job(task, &what);
+    }
+    endings.into()
 }
 
 /// Gives up a worker and what it ran.

@@ -304,3 +304,53 @@ fn cancelling_a_job_ends_its_gang() {
     assert_eq!(world.only_task(job).phase, TaskPhase::Abandoned);
     assert!(world.effects.contains(&Effect::RemovePartial { job }));
 }
+
+#[test]
+fn a_gang_that_does_not_become_ready_is_formed_anew_within_the_budget_for_hangs() {
+    let mut world = World::new();
+    world.join("a", 1, 2);
+    let job = world.submit("/out");
+    world.plan(job, vec![gang("recover", 2)]);
+    for generation in 1..=3 {
+        let work = world.dispatch();
+        world.prepare(work[0]);
+        let task = world.only_task(job).id;
+        assert_eq!(world.state.forming().collect::<Vec<_>>(), [(task, generation)]);
+        let before = world.run(Command::GangLate {
+            task,
+            generation: generation - 1,
+        });
+        assert_eq!(
+            before,
+            Ok(Vec::new()),
+            "an older generation's deadline says nothing"
+        );
+        world.effects.clear();
+        world.run(Command::GangLate { task, generation }).unwrap();
+        assert_eq!(
+            world.only_task(job).failures().hung,
+            u32::try_from(generation).unwrap()
+        );
+        assert!(stop_orders(&world).contains(&work[0].1.attempt.0));
+        assert_eq!(world.state.forming().count(), 0);
+        world.stop(work[0]);
+        world.stop(work[1]);
+    }
+    assert_eq!(
+        world.message(job),
+        "recover, task 0: its ranks were not ready in time, in generation 3 again"
+    );
+}
+
+#[test]
+fn a_gang_that_has_begun_is_not_late() {
+    let mut world = World::new();
+    world.join("a", 1, 2);
+    let (job, _) = released(&mut world, 2);
+    let task = world.only_task(job).id;
+    assert_eq!(world.state.forming().count(), 0);
+    assert_eq!(
+        world.run(Command::GangLate { task, generation: 1 }),
+        Ok(Vec::new())
+    );
+}

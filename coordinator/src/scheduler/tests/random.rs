@@ -18,6 +18,7 @@ enum Step {
     Keep { worker: usize, how: Keeping },
     Join { worker: usize, newer: bool },
     Prepare { lease: usize },
+    Late,
     Complete { lease: usize },
     Fail { lease: usize, kind: FailureKind },
     Stop { lease: usize },
@@ -90,6 +91,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0..3usize, keeping).prop_map(|(worker, how)| Step::Keep { worker, how }),
         2 => (0..3usize, prop::bool::weighted(0.2)).prop_map(|(worker, newer)| Step::Join { worker, newer }),
         10 => (0..64usize).prop_map(|lease| Step::Prepare { lease }),
+        1 => Just(Step::Late),
         9 => (0..64usize).prop_map(|lease| Step::Complete { lease }),
         2 => (0..64usize, failure).prop_map(|(lease, kind)| Step::Fail { lease, kind }),
         3 => (0..64usize).prop_map(|lease| Step::Stop { lease }),
@@ -153,6 +155,12 @@ fn act(world: &mut World, history: &mut History, step: &Step) {
                     lease,
                     address,
                 });
+            }
+        }
+        Step::Late => {
+            let first = world.state.forming().next();
+            if let Some((task, generation)) = first {
+                world.run(Command::GangLate { task, generation }).unwrap();
             }
         }
         Step::Complete { lease } => complete(world, history, *lease),
