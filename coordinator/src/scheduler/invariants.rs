@@ -4,7 +4,7 @@
 mod one;
 
 use super::index::Index;
-use super::{Event, State, TaskId, WorkerId};
+use super::{Event, JobId, State, TaskId, WorkerId};
 
 /// Checks a whole state.
 ///
@@ -35,6 +35,9 @@ pub fn check(state: &State) -> Result<(), String> {
 /// The first rule that is broken, with its evidence.
 pub fn check_touched(state: &State, event: &Event) -> Result<(), String> {
     let (tasks, workers) = touched(state, event);
+    if let Some(job) = job_of(event).and_then(|job| state.job(job)) {
+        one::job(state, job)?;
+    }
     for task in tasks.iter().filter_map(|task| state.task(*task)) {
         one::task(state, task)?;
         if let Some(job) = state.job(task.job) {
@@ -49,6 +52,24 @@ pub fn check_touched(state: &State, event: &Event) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// The job that an event is about as a whole.
+fn job_of(event: &Event) -> Option<JobId> {
+    match event {
+        Event::JobSubmitted { job, .. }
+        | Event::JobPaused { job, .. }
+        | Event::JobResumed { job, .. }
+        | Event::JobRetried { job, .. }
+        | Event::StagesPlanned { job, .. }
+        | Event::OutcomeReached { job, .. }
+        | Event::JobSucceeded { job, .. }
+        | Event::JobFailed { job, .. }
+        | Event::JobCancelled { job, .. }
+        | Event::PartialRemoved { job }
+        | Event::JobArchived { job, .. } => Some(*job),
+        _ => None,
+    }
 }
 
 fn touched(state: &State, event: &Event) -> (Vec<TaskId>, Vec<WorkerId>) {
