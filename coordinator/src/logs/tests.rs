@@ -173,6 +173,7 @@ async fn lines_that_found_no_room_are_counted_in_the_log() {
         attempt: attempt(1),
     };
     place.logs.append(JOB, attempt(1), 0, lines(0..1));
+    assert_eq!(place.read(1, 0).await.left_out, 0);
     place.logs.shared.miss(log, 4);
     place.logs.append(JOB, attempt(1), 0, lines(5..6));
     let kept = place.read(1, 0).await;

@@ -51,7 +51,7 @@ impl Durations {
 
     /// The sum in seconds, the number, and the number in each bucket by its upper bound.
     pub fn read(&self) -> (f64, u64, Vec<(f64, u64)>) {
-        let bounds = self.bounds.iter().copied().chain([f64::MAX]);
+        let bounds = self.bounds.iter().copied().chain([f64::INFINITY]);
         let counts = self.counts.iter().map(|count| count.load(Ordering::Relaxed));
         let buckets: Vec<(f64, u64)> = bounds.zip(counts).collect();
         let number = buckets.iter().map(|(_, count)| count).sum();
