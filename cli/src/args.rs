@@ -13,6 +13,9 @@ pub(crate) struct Arguments {
     /// What to log on standard error: error, warn, info, debug, or a filter such as `espalier_worker=debug`.
     #[arg(long, global = true, env = "ESPALIER_LOG", value_name = "FILTER")]
     pub log: Option<String>,
+    /// How to write the log.
+    #[arg(long, global = true, env = "ESPALIER_LOG_FORMAT", value_enum, default_value_t)]
+    pub log_format: LogFormat,
     #[command(subcommand)]
     pub command: Command,
 }
@@ -179,6 +182,15 @@ pub(crate) struct Cancel {
     pub reason: String,
     #[command(flatten)]
     pub remote: Remote,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LogFormat {
+    /// Lines for people.
+    #[default]
+    Text,
+    /// A JSON object on each line.
+    Json,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]

@@ -9,6 +9,7 @@ mod embedded;
 mod failure;
 mod output;
 mod progress;
+mod telemetry;
 
 use std::process::ExitCode;
 
@@ -26,17 +27,23 @@ fn main() -> ExitCode {
 }
 
 fn start(arguments: Arguments) -> anyhow::Result<()> {
-    let quiet = matches!(
-        arguments.command,
-        Command::Run(_) | Command::Job(_) | Command::Schema
-    );
-    log_to_stderr(
-        arguments
-            .log
-            .as_deref()
-            .unwrap_or(if quiet { "error" } else { "info" }),
-    )?;
-    match arguments.command {
+    let (quiet, service) = match arguments.command {
+        Command::Run(_) => (true, "espalier"),
+        Command::Coordinator(_) => (false, "espalier-coordinator"),
+        Command::Worker(_) => (false, "espalier-worker"),
+        Command::DeviceChild => (false, "espalier-child"),
+        _ => (true, "espalier-client"),
+    };
+    let filter = arguments.log.as_deref();
+    let filter = filter.unwrap_or(if quiet { "error" } else { "info" });
+    let telemetry = telemetry::start(filter, arguments.log_format, service)?;
+    let ended = run(arguments.command);
+    telemetry.end();
+    ended
+}
+
+fn run(command: Command) -> anyhow::Result<()> {
+    match command {
         Command::Schema => output::print_json(&espalier_coordinator::spec::json_schema()),
         // The child runs attempts on this very thread and has no use for a runtime.
         Command::DeviceChild => Ok(espalier_worker::run_child()?),
@@ -63,18 +70,4 @@ fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
         .worker_threads(2)
         .enable_all()
         .build()?)
-}
-
-fn log_to_stderr(filter: &str) -> anyhow::Result<()> {
-    let filter = tracing_subscriber::EnvFilter::try_new(filter)
-        .map_err(|error| failure::usage(format!("--log: `{filter}` is no log filter: {error}")))?;
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .log_internal_errors(false)
-        .with_ansi(
-            std::io::IsTerminal::is_terminal(&std::io::stderr()) && std::env::var_os("NO_COLOR").is_none(),
-        )
-        .init();
-    Ok(())
 }
