@@ -232,6 +232,12 @@ fn attempt_entry(state: &State, event: &Event) -> Option<(JobId, Entry)> {
             let message = format!("generation {generation}");
             of_task(state, *task, None, "gang_released", 0, &message)
         }
+        Event::GangLate {
+            task, generation, at, ..
+        } => {
+            let message = format!("generation {generation} was not ready in time");
+            of_task(state, *task, None, "gang_late", *at, &message)
+        }
         Event::GangEnded {
             task, generation, at, ..
         } => {
