@@ -45,6 +45,8 @@ pub const BATCH: usize = 1024;
 pub const TICK: Duration = Duration::from_millis(100);
 /// How long after a full disk the loop tries again by itself.
 const FULL_PAUSE: Duration = Duration::from_secs(2);
+/// How long a gang may take until every rank is ready: each loads its model first.
+const GANG_DEADLINE: Duration = Duration::from_secs(15 * 60);
 
 /// What is said once the turn is durable, or is not.
 type Answer = Box<dyn FnOnce(&mut Owner, Result<(), Status>) + Send>;
@@ -83,6 +85,8 @@ pub struct Owner {
     troubled: BTreeSet<(JobId, TaskId)>,
     /// Tasks that rest after a failure, and until when.
     resting: BTreeMap<TaskId, Duration>,
+    /// Gangs that have not begun, and since when.
+    forming: BTreeMap<(TaskId, u64), Duration>,
     history: History,
     /// Entries of the history that are not durable yet.
     noted: Vec<(JobId, history::Entry)>,
@@ -141,6 +145,7 @@ impl Owner {
             progress: BTreeMap::new(),
             troubled: BTreeSet::new(),
             resting: BTreeMap::new(),
+            forming: BTreeMap::new(),
             history,
             noted: Vec::new(),
             watchers: Watchers::new(Term::default()),
@@ -273,18 +278,25 @@ impl Owner {
     /// Keeps who is in trouble, and lets a task that failed rest.
     fn note_trouble(&mut self, event: &Event) {
         match event {
-            Event::AttemptFailed { task, .. } | Event::AttemptLost { task, .. } => {
+            Event::AttemptFailed { task, .. }
+            | Event::AttemptLost { task, .. }
+            | Event::GangLate { task, .. } => {
                 let Some(known) = self.state.task(*task) else {
                     return;
                 };
                 self.troubled.insert((known.job, *task));
                 let pause = retry_pause(&known.failures());
-                if matches!(event, Event::AttemptFailed { .. }) && !pause.is_zero() {
+                if !matches!(event, Event::AttemptLost { .. }) && !pause.is_zero() {
                     let until = self.surroundings.clock.elapsed().saturating_add(pause);
                     self.resting.insert(*task, until);
                 }
             }
-            Event::AttemptCompleted { task, .. } => {
+            Event::AttemptCompleted { task, .. }
+            | Event::GangEnded {
+                task,
+                completed: true,
+                ..
+            } => {
                 if !self.troubled.is_empty()
                     && let Some(known) = self.state.task(*task)
                 {
@@ -356,6 +368,23 @@ impl Owner {
         }
         let (state, progress) = (&self.state, &mut self.progress);
         progress.retain(|attempt, _| state.attempt(*attempt).is_some());
+    }
+
+    /// Ends gangs that have not become ready for too long.
+    fn end_late_gangs(&mut self) {
+        let elapsed = self.surroundings.clock.elapsed();
+        let forming: BTreeSet<(TaskId, u64)> = self.state.forming().collect();
+        self.forming.retain(|gang, _| forming.contains(gang));
+        for gang in forming {
+            self.forming.entry(gang).or_insert(elapsed);
+        }
+        let is_late = |since: &Duration| elapsed.saturating_sub(*since) >= GANG_DEADLINE;
+        let late = self.forming.iter().filter(|(_, since)| is_late(since));
+        let late: Vec<(TaskId, u64)> = late.map(|(gang, _)| *gang).collect();
+        for (task, generation) in late {
+            tracing::warn!(%task, generation, "a gang is not ready: it is ended and formed anew");
+            self.note(Command::GangLate { task, generation });
+        }
     }
 
     fn publish(&mut self) {

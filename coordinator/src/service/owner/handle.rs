@@ -87,7 +87,10 @@ impl Owner {
                 self.note(Command::PartialRemoved { job });
             }
             Request::SnapshotEnded(taken) => self.journal.snapshot_ended(taken),
-            Request::Tick => self.silence(),
+            Request::Tick => {
+                self.silence();
+                self.end_late_gangs();
+            }
             Request::Stop => {
                 self.stopping = true;
                 self.links.clear();
