@@ -1,23 +1,38 @@
 //! What people and probes see over HTTP, on the port that gRPC has too.
 //!
-//! [`server`] serves both over one listener, [`health`] says whether the coordinator lives and is ready.
-//! Nothing here changes anything, and nothing here touches the state: what is shown was asked for.
+//! [`server`] serves both over one listener, [`health`] says whether the coordinator lives and is ready,
+//! [`api`] answers in JSON and [`page`] for people. Nothing here changes anything, and nothing here touches
+//! the state: what is shown was asked for, through [`reads`].
 
+mod api;
 pub mod health;
+mod json;
+mod page;
+pub mod reads;
 pub mod server;
+#[cfg(test)]
+mod tests;
 
-use axum::extract::Request;
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
 
+use crate::metrics::Metrics;
 pub use health::Vitals;
+pub use reads::{Reads, Services};
 pub use server::serve;
 
 /// What the pages are made from.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Sources {
+    /// Jobs, tasks and workers.
+    pub reads: Arc<dyn Reads>,
+    /// What is counted.
+    pub metrics: Metrics,
     /// Whether the coordinator lives and is ready.
     pub vitals: Vitals,
 }
@@ -25,10 +40,25 @@ pub struct Sources {
 /// The pages and the gRPC services as one router.
 pub fn router(sources: Sources, grpc: tonic::service::Routes) -> Router {
     let pages = Router::new()
+        .route("/", get(page::status))
+        .route("/status.js", get(page::script))
+        .route("/api/v1/jobs", get(api::jobs))
+        .route("/api/v1/jobs/{job}", get(api::job))
+        .route("/api/v1/jobs/{job}/tasks", get(api::tasks))
+        .route("/api/v1/tasks/{task}", get(api::task))
+        .route("/api/v1/workers", get(api::workers))
+        .route("/api/v1/health", get(api::health))
+        .route("/metrics", get(metrics))
         .route("/healthz", get(health::alive))
         .route("/readyz", get(health::ready))
         .with_state(sources);
     grpc.into_axum_router().merge(pages).fallback(unknown)
+}
+
+/// `/metrics`, as OpenMetrics.
+async fn metrics(State(sources): State<Sources>) -> Response {
+    let content = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ([(header::CONTENT_TYPE, content)], sources.metrics.text()).into_response()
 }
 
 /// A path that nobody serves, said in the caller's own language.

@@ -5,7 +5,7 @@
 //! computed here that the outcome does not already say.
 
 mod chart;
-mod format;
+pub(crate) mod format;
 mod html;
 #[cfg(test)]
 mod sample;

@@ -9,6 +9,7 @@ mod adapter;
 mod cluster;
 mod history;
 mod jobs;
+mod log;
 mod outcome;
 pub mod owner;
 mod planner;
@@ -38,6 +39,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::journal::disk::SystemDisk;
+use crate::logs::{self, Logs};
+use crate::metrics::Metrics;
 use crate::{Error, Result, http};
 pub use adapter::PipelinePlanner;
 use owner::{BATCH, Owner, Request, TICK};
@@ -112,7 +115,8 @@ impl Coordinator {
         let stop = CancellationToken::new();
         let tasks = TaskTracker::new();
         let (failure, failed) = signal::channel(None);
-        let opened = {
+        let metrics = Metrics::default();
+        let (opened, logs, log_writer) = {
             let beside = BlockingThreads {
                 runtime: tokio::runtime::Handle::current(),
                 tasks: tasks.clone(),
@@ -125,21 +129,27 @@ impl Coordinator {
                     disk: Arc::new(SystemDisk),
                     store: store_url(&options)?,
                 };
-                Owner::open(options, planner, surroundings)
+                let directory = options.data_dir.join("logs");
+                let kept = Logs::open(&directory, logs::Options::default());
+                let (logs, writer) = kept.map_err(|source| Error::File {
+                    action: "keep logs in",
+                    path: directory,
+                    source,
+                })?;
+                let owner = Owner::open(options, planner, surroundings)?;
+                Ok::<_, Error>((owner, logs, writer))
             };
             tokio::task::spawn_blocking(open)
                 .await
                 .map_err(|error| Error::Internal(error.to_string()))??
         };
-        let sources = http::Sources {
-            vitals: http::Vitals::default(),
-        };
-        let vitals = sources.vitals.clone();
+        let opened = opened.seen_by(metrics.clone(), logs.clone());
+        let vitals = http::Vitals::default();
         let owner = thread::Builder::new().name("espalier-owner".to_owned()).spawn({
-            let stop = stop.clone();
+            let (stop, vitals, metrics) = (stop.clone(), vitals.clone(), metrics.clone());
             move || {
                 let _lock = lock;
-                let ended = run(opened, inbox, &vitals);
+                let ended = run(opened, inbox, &vitals, &metrics);
                 if let Err(error) = ended {
                     tracing::error!(%error, "the coordinator stops");
                     failure.send_replace(Some(error.to_string()));
@@ -148,13 +158,15 @@ impl Coordinator {
             }
         });
         let owner = owner.map_err(|error| Error::Internal(error.to_string()))?;
-        let server = tokio::spawn(serve(
-            listener,
-            requests.clone(),
-            tasks.clone(),
-            stop.clone(),
-            sources,
-        ));
+        let shown = Shown {
+            requests: requests.clone(),
+            tasks: tasks.clone(),
+            stop: stop.clone(),
+            vitals,
+            metrics,
+            logs,
+        };
+        let server = tokio::spawn(serve(listener, shown));
         let ticker = tokio::spawn(tick(requests.clone(), stop.clone()));
         tracing::info!(%address, "the coordinator listens");
         Ok(Handle {
@@ -166,6 +178,7 @@ impl Coordinator {
             owner,
             server,
             ticker,
+            log_writer,
         })
     }
 }
@@ -181,6 +194,7 @@ pub struct Handle {
     owner: thread::JoinHandle<()>,
     server: JoinHandle<()>,
     ticker: JoinHandle<()>,
+    log_writer: thread::JoinHandle<()>,
 }
 
 impl Handle {
@@ -224,7 +238,10 @@ impl Handle {
         timeout_at(deadline, self.ticker).await.map(drop).map_err(late)?;
         timeout_at(deadline, self.tasks.wait()).await.map_err(late)?;
         let owner = tokio::task::spawn_blocking(move || self.owner.join());
-        timeout_at(deadline, owner).await.map(drop).map_err(late)
+        timeout_at(deadline, owner).await.map(drop).map_err(late)?;
+        // Nobody is left to send it lines.
+        let log_writer = tokio::task::spawn_blocking(move || self.log_writer.join());
+        timeout_at(deadline, log_writer).await.map(drop).map_err(late)
     }
 }
 
@@ -238,13 +255,19 @@ fn store_url(options: &CoordinatorOptions) -> Result<String> {
 }
 
 /// Gives the loop its turns until it is told to stop.
-fn run(mut owner: Owner, mut inbox: mpsc::Receiver<Request>, vitals: &http::Vitals) -> Result<()> {
+fn run(
+    mut owner: Owner,
+    mut inbox: mpsc::Receiver<Request>,
+    vitals: &http::Vitals,
+    metrics: &Metrics,
+) -> Result<()> {
     vitals.replayed();
     let mut batch = Vec::with_capacity(BATCH);
     while !owner.is_stopping() && inbox.blocking_recv_many(&mut batch, BATCH) > 0 {
         owner.turn(&mut batch)?;
         vitals.turned();
         vitals.set_disk_full(owner.is_full());
+        metrics.set_disk_full(owner.is_full());
     }
     inbox.close();
     Ok(())
@@ -291,35 +314,72 @@ fn lock(directory: &Path) -> Result<File> {
     }
 }
 
-async fn serve(
-    listener: TcpListener,
+/// What the services and pages are made from.
+struct Shown {
     requests: mpsc::Sender<Request>,
     tasks: TaskTracker,
     stop: CancellationToken,
-    sources: http::Sources,
-) {
-    let jobs = JobsServer::new(jobs::Service {
-        requests: requests.clone(),
-        seats: Arc::new(Semaphore::new(jobs::EVENT_FOLLOWERS)),
-    })
-    .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
-    .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
-    let task_lists = TasksServer::new(tasks::Service {
-        requests: requests.clone(),
-    })
-    .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
-    let cluster = ClusterServer::new(cluster::Service {
-        requests: requests.clone(),
-    });
-    let workers = WorkersServer::new(workers::Service {
-        requests,
-        tasks: tasks.clone(),
-        stop: stop.clone(),
-    })
-    .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
-    .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
+    vitals: http::Vitals,
+    metrics: Metrics,
+    logs: Logs,
+}
+
+impl Shown {
+    fn jobs(&self) -> jobs::Service {
+        jobs::Service {
+            requests: self.requests.clone(),
+            seats: Arc::new(Semaphore::new(jobs::EVENT_FOLLOWERS)),
+        }
+    }
+
+    fn tasks(&self) -> tasks::Service {
+        tasks::Service {
+            requests: self.requests.clone(),
+            logs: self.logs.clone(),
+            stop: self.stop.clone(),
+        }
+    }
+
+    fn cluster(&self) -> cluster::Service {
+        cluster::Service {
+            requests: self.requests.clone(),
+        }
+    }
+
+    fn workers(&self) -> workers::Service {
+        workers::Service {
+            requests: self.requests.clone(),
+            tasks: self.tasks.clone(),
+            stop: self.stop.clone(),
+        }
+    }
+
+    fn sources(&self) -> http::Sources {
+        let reads = http::Services {
+            jobs: self.jobs(),
+            tasks: self.tasks(),
+            cluster: self.cluster(),
+        };
+        http::Sources {
+            reads: Arc::new(reads),
+            metrics: self.metrics.clone(),
+            vitals: self.vitals.clone(),
+        }
+    }
+}
+
+async fn serve(listener: TcpListener, shown: Shown) {
+    let jobs = JobsServer::new(shown.jobs())
+        .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
+        .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
+    let task_lists = TasksServer::new(shown.tasks()).max_encoding_message_size(MESSAGE_LIMIT_BYTES);
+    let cluster = ClusterServer::new(shown.cluster());
+    let workers = WorkersServer::new(shown.workers())
+        .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
+        .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
     let (reporter, health) = tonic_health::server::health_reporter();
-    tasks.spawn(report_health(reporter, sources.vitals.clone(), stop.clone()));
+    let reporting = report_health(reporter, shown.vitals.clone(), shown.stop.clone());
+    shown.tasks.spawn(reporting);
     let mut grpc = tonic::service::Routes::new(jobs)
         .add_service(task_lists)
         .add_service(cluster)
@@ -329,7 +389,11 @@ async fn serve(
         Ok(reflection) => grpc = grpc.add_service(reflection),
         Err(error) => tracing::error!(%error, "no reflection is served"),
     }
-    http::serve(listener, http::router(sources, grpc), stop).await;
+    let stop = shown.stop.clone();
+    let router = http::router(shown.sources(), grpc);
+    // The pages hold what they need; what is held here too would keep the logs' thread waiting.
+    drop(shown);
+    http::serve(listener, router, stop).await;
 }
 
 /// Lets clients ask which services there are, and of which messages.

@@ -3,7 +3,7 @@
 use espalier_search::{Bound, Metric};
 
 /// Text that is safe between tags and within quoted attributes.
-pub(super) fn escape(text: &str) -> String {
+pub(crate) fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
         match character {
@@ -32,7 +32,7 @@ pub(super) fn grouped(value: u64) -> String {
 }
 
 /// Seconds as people say them.
-pub(super) fn duration(seconds: f64) -> String {
+pub(crate) fn duration(seconds: f64) -> String {
     match seconds {
         s if !s.is_finite() || s < 0.0 => "–".to_owned(),
         s if s < 10.0 => format!("{s:.1} s"),

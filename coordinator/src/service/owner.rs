@@ -12,6 +12,7 @@ mod act;
 mod handle;
 mod query;
 mod request;
+mod sight;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -33,6 +34,8 @@ use super::surroundings::Surroundings;
 use super::watch::Watchers;
 use super::{CoordinatorOptions, Planner, view};
 use crate::journal::{self, Journal};
+use crate::logs::Logs;
+use crate::metrics::Metrics;
 use crate::scheduler::{
     AttemptId, Command, Effect, Epoch, Event, Failures, JobId, Now, Rejection, State, Task, TaskId,
     TaskPhase, Term, WorkerId, apply, decide, effects, resume, retry_pause,
@@ -90,6 +93,8 @@ pub struct Owner {
     history: History,
     /// Entries of the history that are not durable yet.
     noted: Vec<(JobId, history::Entry)>,
+    metrics: Metrics,
+    logs: Logs,
     watchers: Watchers,
     planning: BTreeSet<JobId>,
     writing: BTreeSet<JobId>,
@@ -148,6 +153,8 @@ impl Owner {
             forming: BTreeMap::new(),
             history,
             noted: Vec::new(),
+            metrics: Metrics::default(),
+            logs: Logs::nowhere(),
             watchers: Watchers::new(Term::default()),
             planning: BTreeSet::new(),
             writing: BTreeSet::new(),
@@ -200,8 +207,10 @@ impl Owner {
         if !rests {
             self.dispatch();
         }
+        let (last, began) = (self.journal.last(), self.surroundings.clock.elapsed());
         match self.journal.commit() {
             Ok(()) => {
+                self.committed(last, began);
                 self.snapshot();
                 if !rests && self.full_until.take().is_some() {
                     self.effects.extend(resume(&self.state));
@@ -219,6 +228,7 @@ impl Owner {
         }
         if ticked {
             self.publish();
+            self.stand();
         }
         match self.succeeded {
             Some(term) => Err(Error::Succeeded {
@@ -268,6 +278,7 @@ impl Owner {
                 self.publish_last(*job);
             }
             self.noted.extend(history::entry(&self.state, event));
+            self.observe(event);
             apply(&mut self.state, event);
             self.note_trouble(event);
             self.effects.extend(effects(&self.state, event));

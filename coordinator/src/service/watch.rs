@@ -45,6 +45,11 @@ impl Watchers {
         self.changed.insert(job);
     }
 
+    /// How many follow.
+    pub fn count(&self) -> usize {
+        self.senders.values().map(watch::Sender::receiver_count).sum()
+    }
+
     /// The job's revision as last published.
     pub fn revision(&self, job: JobId) -> u64 {
         self.revisions.get(&job).copied().unwrap_or(self.first)
@@ -54,7 +59,7 @@ impl Watchers {
     pub fn admits(&mut self, job: JobId) -> Result<(), String> {
         self.senders.retain(|_, sender| sender.receiver_count() > 0);
         let of_one = self.senders.get(&job).map_or(0, watch::Sender::receiver_count);
-        let in_all: usize = self.senders.values().map(watch::Sender::receiver_count).sum();
+        let in_all = self.count();
         if of_one >= FOLLOWERS_OF_ONE {
             return Err(format!(
                 "{job} is followed by {of_one} clients already: end some of them"

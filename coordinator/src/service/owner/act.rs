@@ -12,6 +12,7 @@ use crate::scheduler::{
     AttemptId, Command, Effect, JobId, JobPhase, Payload, Stage, Task, TaskPhase, WorkerId,
 };
 use crate::service::StageSnapshot;
+use crate::trace;
 
 impl Owner {
     pub(super) fn act(&mut self) {
@@ -84,13 +85,15 @@ impl Owner {
             });
             return;
         }
+        let job = self.state.job(task.job);
+        let traceparent = job.map(|job| trace::traceparent(job, attempt.lease.attempt));
         let assign = v1::Assign {
             lease: Some(wire(attempt.lease)),
             task_id: task.id.0,
             job_id: task.job.to_string(),
             device_id: attempt.device.to_string(),
             spec_json: Bytes::copy_from_slice(task.payload.as_str().as_bytes()),
-            traceparent: String::new(),
+            traceparent: traceparent.unwrap_or_default(),
             gang: attempt.place.map(|place| v1::Gang {
                 generation: place.generation,
                 rank: place.rank,

@@ -331,12 +331,7 @@ impl Owner {
         self.heard.insert(worker, self.surroundings.clock.elapsed());
         let command = match report {
             Report::Progress(progress) => return self.progressed(worker, lease, progress),
-            Report::Log(lines) => {
-                for line in lines {
-                    tracing::debug!(attempt = %lease.attempt, line, "child");
-                }
-                return;
-            }
+            Report::Log(lines) => return self.keep_log(worker, lease, lines),
             Report::Completed(output) => Command::Complete {
                 worker,
                 lease,
@@ -378,6 +373,7 @@ impl Owner {
                 lease: Some(wire(lease)),
             }),
             Err(rejection) => {
+                self.metrics.stale_message();
                 tracing::info!(attempt = %lease.attempt, %rejection, "a report was refused");
                 let reason = rejection.to_string();
                 Message::Superseded(v1::Superseded {
