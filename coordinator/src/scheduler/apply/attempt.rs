@@ -179,8 +179,9 @@ pub fn failed(state: &mut State, attempt: AttemptId, failure: &Failure, retry: b
 }
 
 fn shortened(message: &str) -> String {
-    let end = message.floor_char_boundary(EVIDENCE_BYTES);
-    message.get(..end).unwrap_or_default().to_owned()
+    let longest = message.len().min(EVIDENCE_BYTES);
+    let end = (0..=longest).rev().find(|end| message.is_char_boundary(*end));
+    message.get(..end.unwrap_or(0)).unwrap_or_default().to_owned()
 }
 
 pub fn lost(state: &mut State, attempt: AttemptId, retry: bool) {
