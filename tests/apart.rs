@@ -153,6 +153,36 @@ fn a_worker_told_to_end_finishes_its_attempt_and_another_takes_the_job_on() {
             .any(|task| task["done"].as_u64() > Some(0));
         (begun || recover["state"] == "done").then_some(())
     });
+    let said = |arguments: &[&str]| {
+        let ended = Command::new(env!("CARGO_BIN_EXE_espalier"))
+            .args(arguments)
+            .args(["--coordinator", &endpoint])
+            .output()
+            .unwrap();
+        let text = String::from_utf8(ended.stdout).unwrap();
+        (ended.status.code(), text)
+    };
+    assert_eq!(said(&["worker", "list", "-q"]), (Some(0), "first\n".to_owned()));
+    let (code, table) = said(&["worker", "get", "first"]);
+    assert!(
+        code == Some(0) && table.contains("DEVICE") && table.contains("job-1"),
+        "{table}"
+    );
+    assert_eq!(said(&["worker", "get", "nobody"]).0, Some(3));
+    let (code, tasks) = said(&["task", "list", "job-1", "--stage", "recover", "-o", "json"]);
+    assert_eq!(code, Some(0));
+    let tasks: Value = serde_json::from_str(&tasks).unwrap();
+    let task = tasks[0]["id"].as_u64().unwrap().to_string();
+    let (code, table) = said(&["task", "get", &task]);
+    assert!(code == Some(0) && table.contains("ATTEMPT"), "{table}");
+    let (code, events) = said(&["job", "events", "job-1"]);
+    assert!(code == Some(0) && events.contains("ingest"), "{events}");
+    assert_eq!(
+        said(&["job", "pause", "job-1", "-q"]),
+        (Some(0), "job-1\n".to_owned())
+    );
+    assert_eq!(said(&["job", "resume", "job-1", "-q"]).0, Some(0));
+
     let ended = first.terminate();
     assert!(ended.success(), "{ended}: {}", first.log());
     let between = job(&endpoint);

@@ -53,7 +53,7 @@ fn run(spec: &Path, output: &Path) -> Output {
     espalier(&[
         "run",
         spec.to_str().unwrap(),
-        "--output",
+        "--output-dir",
         output.to_str().unwrap(),
     ])
 }
@@ -86,7 +86,10 @@ fn a_job_on_the_tiny_parent_meets_its_limits_and_wins_quality_back() {
     assert!(ended.status.success(), "{}", stderr(&ended));
 
     assert_eq!(names(directory.path()), ["job.yaml", "out"], "no state stays");
-    assert_eq!(names(&outcome), ["checkpoint", "report.html", "report.json"]);
+    assert_eq!(
+        names(&outcome),
+        ["checkpoint", "cost-table.json", "report.html", "report.json"]
+    );
     let report: Value = serde_json::from_slice(&fs::read(outcome.join("report.json")).unwrap()).unwrap();
     for limit in report["limits"].as_array().unwrap() {
         let verified = &limit["verified"];
@@ -146,6 +149,80 @@ fn the_checkpoint_is_whole(checkpoint: &Path, report: &Value) {
     );
 }
 
+/// The imported table of `examples/tiny`, with budgets of moments.
+fn write_imported_spec(directory: &Path) -> PathBuf {
+    let examples = examples().display().to_string();
+    let spec = directory.join("imported.yaml");
+    let text = format!(
+        "parent: {examples}/tiny
+data: {{train: [{examples}/data/train.jsonl.xz], validation: [{examples}/data/validation.jsonl.xz]}}
+target:
+  workload: {{prompt_tokens: 128, output_tokens: 32}}
+  limits: {{latency: 75%}}
+  cost_table: {examples}/tiny/cost-table.json
+search: {{mlp_grid: 64, strategies: [heterogeneous]}}
+budget: {{sequence_tokens: 64, calibration_tokens: 1024, scoring_tokens: 512, recovery_tokens: 32768,
+  validation_tokens: 1024}}
+recovery: {{checkpoint_steps: 4}}
+"
+    );
+    fs::write(&spec, text).unwrap();
+    spec
+}
+
+/// The worker that a running `espalier run` has started.
+fn worker_of(run: u32) -> Option<libc::pid_t> {
+    let processes = fs::read_dir("/proc").unwrap();
+    processes.flatten().find_map(|process| {
+        let status = fs::read_to_string(process.path().join("status")).ok()?;
+        let parent = status.lines().find_map(|line| line.strip_prefix("PPid:"))?;
+        let command = fs::read_to_string(process.path().join("cmdline")).ok()?;
+        if parent.trim() != run.to_string() || !command.contains("--with-parent") {
+            return None;
+        }
+        process.file_name().to_str()?.parse().ok()
+    })
+}
+
+fn weights(outcome: &Path) -> Vec<u8> {
+    fs::read(outcome.join("checkpoint/model.safetensors")).unwrap()
+}
+
+#[test]
+fn by_an_imported_table_the_checkpoint_is_the_same_to_the_bit_though_the_worker_is_killed() {
+    let directory = tempfile::tempdir().unwrap();
+    let spec = write_imported_spec(directory.path());
+    let (undisturbed, disturbed) = (directory.path().join("a"), directory.path().join("b"));
+    // Exit code 1: this machine measures the result outside the limit, which changes nothing of it.
+    let ended = run(&spec, &undisturbed);
+    assert!(matches!(ended.status.code(), Some(0 | 1)), "{}", stderr(&ended));
+
+    let log = directory.path().join("log");
+    let mut running = Command::new(env!("CARGO_BIN_EXE_espalier"))
+        .args(["run", spec.to_str().unwrap(), "--output-dir"])
+        .arg(&disturbed)
+        .stderr(fs::File::create(&log).unwrap())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let said = || fs::read_to_string(&log).unwrap();
+    while !said().contains("recover running") {
+        assert!(running.try_wait().unwrap().is_none(), "{}", said());
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    let worker = worker_of(running.id()).unwrap();
+    // SAFETY: kill touches no memory; the run, which lives, has not waited for its worker.
+    assert_eq!(unsafe { libc::kill(worker, libc::SIGKILL) }, 0);
+    let ended = running.wait().unwrap();
+    assert!(matches!(ended.code(), Some(0 | 1)), "{}", said());
+    assert!(said().contains("worker-1 ended unexpectedly"), "{}", said());
+    assert!(
+        weights(&undisturbed) == weights(&disturbed),
+        "the checkpoints differ"
+    );
+    assert!(names(&disturbed).contains(&"cost-table.json".to_owned()));
+}
+
 #[test]
 fn an_output_that_exists_is_refused_before_anything_starts() {
     let directory = tempfile::tempdir().unwrap();
@@ -199,6 +276,14 @@ fn a_job_command_without_a_coordinator_says_so_and_exits_4() {
         stderr(&ended)
     );
     assert!(ended.stdout.is_empty());
+}
+
+#[test]
+fn completion_is_printed_for_a_shell_and_refused_for_what_is_none() {
+    let ended = espalier(&["completion", "bash"]);
+    assert!(ended.status.success());
+    assert!(String::from_utf8_lossy(&ended.stdout).contains("_espalier"));
+    assert_eq!(espalier(&["completion", "abacus"]).status.code(), Some(2));
 }
 
 #[test]

@@ -1,21 +1,28 @@
-//! The commands that talk to a coordinator, and those that are one or a worker.
+//! The commands that are a coordinator or a worker, and what those share that talk to one.
 
+pub(crate) mod job;
+pub(crate) mod keep;
+pub(crate) mod task;
+
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use anyhow::Context;
-use espalier_coordinator::client::Client;
+use espalier_coordinator::client::{Client, RECONNECTING};
 use espalier_coordinator::spec::JobSpec;
 use espalier_coordinator::{Coordinator, CoordinatorOptions};
-use espalier_proto::v1::{Job, JobState, submit_request::Spec};
+use espalier_proto::v1::{Job, JobState};
 use espalier_worker::WorkerOptions;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-use crate::args::{self, Format, Remote};
-use crate::{failure, output, progress};
+use crate::args::{self, Listed, Remote};
+use crate::output::Listing;
+use crate::{failure, output};
 
 const SHUTDOWN: Duration = Duration::from_secs(20);
+/// A watched listing is asked for this often.
+const BETWEEN_LISTINGS: Duration = Duration::from_secs(2);
 
 /// Reads a spec from its file; `output`, given on the command line, is taken from the working directory.
 pub(crate) fn read_spec(path: &Path, output: Option<PathBuf>) -> anyhow::Result<JobSpec> {
@@ -33,7 +40,7 @@ pub(crate) fn read_spec(path: &Path, output: Option<PathBuf>) -> anyhow::Result<
     spec.import_files().map_err(wrong)?;
     match &spec.output {
         None => Err(failure::usage(format!(
-            "{shown}: output: missing; name the directory to write the outcome to, or give --output"
+            "{shown}: output: missing; name the directory to write the outcome to, or give --output-dir"
         ))),
         Some(output) if Path::new(output).symlink_metadata().is_ok() => Err(failure::conflict(format!(
             "output: {output} exists; name a directory that does not, or remove it"
@@ -58,6 +65,9 @@ pub(crate) async fn coordinator(arguments: args::Coordinator) -> anyhow::Result<
     let mut options = CoordinatorOptions::new(arguments.data_dir);
     options.listen = arguments.listen;
     options.store = arguments.store;
+    options.heartbeat_interval = arguments.heartbeat_interval;
+    options.worker_lost = arguments.worker_lost;
+    options.orphan_grace = arguments.orphan_grace;
     let handle = Coordinator::start(options).await?;
     let failed = tokio::select! {
         asked = asked_to_stop() => { asked?; None }
@@ -110,93 +120,64 @@ fn host_name() -> String {
 }
 
 async fn connect(remote: &Remote) -> anyhow::Result<Client> {
-    Ok(Client::connect(&remote.coordinator, remote.call_timeout).await?)
+    Ok(Client::connect(&remote.coordinator, remote.call()).await?)
 }
 
-pub(crate) async fn submit(arguments: args::Submit) -> anyhow::Result<()> {
-    let spec = read_spec(&arguments.spec, arguments.output_dir)?;
-    let json = serde_json::to_string(&spec).context("the spec cannot be written as JSON")?;
-    let mut client = connect(&arguments.remote).await?;
-    let (job, existed) = client.submit(Spec::Json(json), &arguments.request_id).await?;
-    if existed {
-        output::say("an earlier submission with this request id had made the job");
+/// Prints a listing; where it is watched, again whenever it has changed, until interrupted.
+async fn show(
+    listed: &Listed,
+    mut ask: impl AsyncFnMut(&mut Client) -> anyhow::Result<Listing>,
+) -> anyhow::Result<()> {
+    let mut client = connect(&listed.remote).await?;
+    if !listed.watch {
+        return ask(&mut client).await?.print(listed.remote.how);
     }
-    match arguments.remote.format {
-        Format::Table => output::print(&format!("{}\n", job.id)),
-        Format::Json => output::print_job(&job, Format::Json),
-    }
-}
-
-pub(crate) async fn list(arguments: args::List) -> anyhow::Result<()> {
-    let mut client = connect(&arguments.remote).await?;
-    let mut jobs: Vec<Job> = Vec::new();
-    let mut token = String::new();
-    let limit = usize::try_from(arguments.limit).unwrap_or(usize::MAX);
-    while jobs.len() < limit {
-        let (page, next) = client.list(arguments.limit.min(500), &token, &[]).await?;
-        jobs.extend(page);
-        match next {
-            Some(next) => token = next,
-            None => break,
-        }
-    }
-    jobs.truncate(limit);
-    output::print_jobs(&jobs, arguments.remote.format)
-}
-
-pub(crate) async fn get(arguments: args::One) -> anyhow::Result<()> {
-    let job = connect(&arguments.remote).await?.get(&arguments.job).await?;
-    output::print_job(&job, arguments.remote.format)
-}
-
-pub(crate) async fn watch(arguments: args::One) -> anyhow::Result<()> {
-    let mut client = connect(&arguments.remote).await?;
-    let mut following = client.watch(&arguments.job, 0).await?;
-    let mut changes = progress::Changes::default();
-    let mut last = None;
-    while let Some(job) = following.next().await? {
-        match arguments.remote.format {
-            Format::Json => output::print(&format!("{}\n", output::job_json(&job)))?,
-            Format::Table => {
-                for line in changes.lines(&job) {
-                    output::print(&format!("{line}\n"))?;
+    let clear = if std::io::stdout().is_terminal() {
+        "\x1b[H\x1b[2J"
+    } else {
+        ""
+    };
+    let mut shown = None;
+    let mut answered = Instant::now();
+    loop {
+        match ask(&mut client).await {
+            Ok(listing) => {
+                answered = Instant::now();
+                let text = listing.text(listed.remote.how, false)?;
+                if shown.as_ref() != Some(&text) {
+                    output::print(&format!("{clear}{text}"))?;
+                    shown = Some(text);
                 }
             }
+            Err(error) if !failure::is_away(&error) || answered.elapsed() > RECONNECTING => {
+                return Err(error);
+            }
+            Err(_) => {}
         }
-        last = Some(job);
+        tokio::select! {
+            () = tokio::time::sleep(BETWEEN_LISTINGS) => {}
+            asked = asked_to_stop() => {
+                asked?;
+                return Err(failure::interrupted());
+            }
+        }
     }
-    last.map_or(Ok(()), |job| verdict(&job))
 }
 
-pub(crate) async fn wait(arguments: args::Wait) -> anyhow::Result<()> {
-    let mut client = connect(&arguments.remote).await?;
-    let job_id = arguments.job.clone();
-    let ended = async {
-        let mut following = client.watch(&job_id, 0).await?;
-        let mut last = None;
-        while let Some(job) = following.next().await? {
-            last = Some(job);
-        }
-        last.context("the coordinator ended the watch without a word")
-    };
-    let job = match arguments.timeout {
-        None => ended.await?,
-        Some(timeout) => tokio::time::timeout(timeout, ended)
-            .await
-            .map_err(|_| failure::timed_out(format!("{} has not ended in time", arguments.job)))??,
-    };
-    if arguments.remote.format == Format::Json {
-        output::print_job(&job, Format::Json)?;
+/// Asks before what cannot be taken back, where somebody sits at a terminal.
+fn confirm(what: &str, yes: bool) -> anyhow::Result<()> {
+    if yes || !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
+        return Ok(());
     }
-    verdict(&job)
-}
-
-pub(crate) async fn cancel(arguments: args::Cancel) -> anyhow::Result<()> {
-    let job = connect(&arguments.remote)
-        .await?
-        .cancel(&arguments.job, &arguments.reason)
-        .await?;
-    output::print_job(&job, arguments.remote.format)
+    output::say(&format!(
+        "{what}? Type yes to go on; --yes leaves the question out."
+    ));
+    let mut answer = String::new();
+    std::io::stdin().read_line(&mut answer)?;
+    if matches!(answer.trim(), "y" | "yes") {
+        return Ok(());
+    }
+    Err(failure::declined())
 }
 
 /// The exit that an ended job asks for.

@@ -1,12 +1,13 @@
 //! `espalier run`: one job with a coordinator in this process and workers in processes of their own.
 //!
 //! Whatever happens, the workers are stopped and joined, the coordinator is shut down and the state is
-//! removed (unless it is to be kept) before the command ends.
+//! removed (unless it is to be kept) before the command ends. A worker that ends though nobody told it to is started
+//! again: the job goes on from what it had reported.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use espalier_coordinator::client::Client;
@@ -28,7 +29,7 @@ const CANCELLING: Duration = Duration::from_secs(15);
 const DRAIN: &str = "5s";
 
 pub(crate) async fn run(arguments: Run) -> anyhow::Result<()> {
-    let spec = read_spec(&arguments.spec, arguments.output.clone())?;
+    let spec = read_spec(&arguments.spec, arguments.output_dir.clone())?;
     let output = PathBuf::from(spec.output.clone().unwrap_or_default());
     let json = serde_json::to_string(&spec).context("the spec cannot be written as JSON")?;
     let state = State::create(&output, arguments.keep_state)?;
@@ -49,7 +50,8 @@ pub(crate) async fn run(arguments: Run) -> anyhow::Result<()> {
     Ok(stopped?)
 }
 
-/// Submits the job and follows it to its end, an interrupt, or the loss of the coordinator or a worker.
+/// Submits the job and follows it to its end, an interrupt, the loss of the coordinator, or a worker that
+/// keeps ending.
 async fn supervise(
     arguments: &Run,
     coordinator: &Handle,
@@ -74,7 +76,7 @@ async fn supervise(
             Err(error) => Err(error),
         },
         reason = coordinator.failed() => Err(failure::job(reason)),
-        lost = workers.lost() => Err(lost),
+        lost = workers.tend() => Err(lost),
     };
     progress.finish();
     ended
@@ -154,10 +156,32 @@ impl State {
     }
 }
 
+/// How often one worker may end unexpectedly before the run does.
+const MOST_ENDS: u32 = 5;
+/// The pause before a worker is started again; doubled each time.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+
 /// The worker processes; stopped by [`Workers::stop`], killed when dropped.
 #[derive(Default)]
 struct Workers {
-    children: Vec<(Child, PathBuf)>,
+    slots: Vec<Slot>,
+}
+
+/// One worker: a process, started again when it ends though nobody told it to.
+struct Slot {
+    launch: Launch,
+    child: Option<Child>,
+    ends: u32,
+    again_at: Option<Instant>,
+}
+
+/// How a worker's process is started.
+struct Launch {
+    program: PathBuf,
+    name: String,
+    endpoint: String,
+    threads: usize,
+    log: PathBuf,
 }
 
 impl Workers {
@@ -170,39 +194,30 @@ impl Workers {
         };
         for number in 1..=arguments.workers {
             let name = format!("worker-{number}");
-            let log_path = state.join(format!("{name}.log"));
-            let log =
-                File::create(&log_path).with_context(|| format!("cannot create {}", log_path.display()))?;
-            let mut command = Command::new(&program);
-            command
-                .args([
-                    "worker",
-                    "run",
-                    "--with-parent",
-                    "--coordinator",
-                    endpoint,
-                    "--name",
-                    &name,
-                ])
-                .args(["--threads", &threads.to_string(), "--drain-timeout", DRAIN])
-                .stdin(Stdio::null())
-                .stdout(Stdio::null())
-                .stderr(log)
-                // A group of its own: Ctrl-C reaches this process alone, which then stops the workers in order.
-                .process_group(0)
-                .kill_on_drop(true);
-            let child = command.spawn().context("cannot start a worker")?;
-            self.children.push((child, log_path));
+            let launch = Launch {
+                program: program.clone(),
+                log: state.join(format!("{name}.log")),
+                name,
+                endpoint: endpoint.to_owned(),
+                threads,
+            };
+            let child = Some(launch.spawn()?);
+            self.slots.push(Slot {
+                launch,
+                child,
+                ends: 0,
+                again_at: None,
+            });
         }
         Ok(())
     }
 
-    /// Waits until a worker ends though nobody told it to.
-    async fn lost(&mut self) -> anyhow::Error {
+    /// Starts again whatever ends though nobody told it to; ends itself when one ends too often.
+    async fn tend(&mut self) -> anyhow::Error {
         loop {
-            for (child, log) in &mut self.children {
-                if let Ok(Some(status)) = child.try_wait() {
-                    return failure::job(lost_message(status, log));
+            for slot in &mut self.slots {
+                if let Err(error) = slot.tend() {
+                    return error;
                 }
             }
             tokio::time::sleep(Duration::from_millis(250)).await;
@@ -210,14 +225,15 @@ impl Workers {
     }
 
     async fn stop(mut self) {
-        for (child, _) in &self.children {
+        let children = || self.slots.iter().filter_map(|slot| slot.child.as_ref());
+        for child in children() {
             let Some(id) = child.id().and_then(|id| libc::pid_t::try_from(id).ok()) else {
                 continue;
             };
             // SAFETY: kill touches no memory; the child has not been waited for, so the id is still its own.
             unsafe { libc::kill(id, libc::SIGTERM) };
         }
-        for (child, _) in &mut self.children {
+        for child in self.slots.iter_mut().filter_map(|slot| slot.child.as_mut()) {
             if timeout(SHUTDOWN, child.wait()).await.is_err() {
                 tracing::warn!("a worker did not stop in time and is killed");
                 let _ = child.kill().await;
@@ -226,12 +242,63 @@ impl Workers {
     }
 }
 
-fn lost_message(status: ExitStatus, log: &Path) -> String {
+impl Slot {
+    fn tend(&mut self) -> anyhow::Result<()> {
+        if let Some(at) = self.again_at {
+            if Instant::now() >= at {
+                self.again_at = None;
+                self.child = Some(self.launch.spawn()?);
+            }
+            return Ok(());
+        }
+        let Some(Ok(Some(status))) = self.child.as_mut().map(Child::try_wait) else {
+            return Ok(());
+        };
+        self.child = None;
+        self.ends += 1;
+        let lost = lost_message(&self.launch.name, status, &self.launch.log);
+        if self.ends > MOST_ENDS {
+            return Err(failure::job(format!("{lost}; it has ended {} times", self.ends)));
+        }
+        let pause = FIRST_PAUSE * 2_u32.saturating_pow(self.ends - 1);
+        output::say(&format!(
+            "{lost}; started again in {} s ({} of {MOST_ENDS})",
+            pause.as_secs(),
+            self.ends
+        ));
+        self.again_at = Some(Instant::now() + pause);
+        Ok(())
+    }
+}
+
+impl Launch {
+    fn spawn(&self) -> anyhow::Result<Child> {
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(&self.log)
+            .with_context(|| format!("cannot write to {}", self.log.display()))?;
+        let mut command = Command::new(&self.program);
+        command
+            .args(["worker", "run", "--with-parent", "--coordinator", &self.endpoint])
+            .args(["--name", &self.name, "--threads", &self.threads.to_string()])
+            .args(["--drain-timeout", DRAIN])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            // A group of its own: Ctrl-C reaches this process alone, which then stops the workers in order.
+            .process_group(0)
+            .kill_on_drop(true);
+        command.spawn().context("cannot start a worker")
+    }
+}
+
+fn lost_message(name: &str, status: ExitStatus, log: &Path) -> String {
     let text = std::fs::read_to_string(log).unwrap_or_default();
     let last = text
         .lines()
         .rev()
         .find(|line| !line.trim().is_empty())
         .unwrap_or("its log is empty");
-    format!("a worker ended unexpectedly ({status}): {last}")
+    format!("{name} ended unexpectedly ({status}): {last}")
 }

@@ -67,12 +67,29 @@ pub(crate) fn interrupted() -> anyhow::Error {
     .into()
 }
 
+/// The user was asked and did not say yes.
+pub(crate) fn declined() -> anyhow::Error {
+    Failure {
+        code: 130,
+        message: "not confirmed: nothing was done".to_owned(),
+    }
+    .into()
+}
+
 /// Prints the error on one line and gives its exit code.
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     let message = format!("{error:#}");
     let line = message.split_whitespace().collect::<Vec<_>>().join(" ");
     output::say(&format!("error: {line}"));
     ExitCode::from(code(error))
+}
+
+/// Whether nobody answered, as while a coordinator is restarted.
+pub(crate) fn is_away(error: &anyhow::Error) -> bool {
+    matches!(
+        error.downcast_ref::<Error>(),
+        Some(Error::Unreachable { .. } | Error::Timeout { .. })
+    )
 }
 
 fn code(error: &anyhow::Error) -> u8 {
@@ -83,6 +100,7 @@ fn code(error: &anyhow::Error) -> u8 {
         Some(Error::Invalid(_) | Error::Endpoint { .. }) => 2,
         Some(Error::NotFound(_)) => 3,
         Some(Error::Unreachable { .. } | Error::Timeout { .. }) => 4,
+        Some(Error::Denied(_)) => 5,
         Some(Error::Conflict(_) | Error::InUse { .. }) => 6,
         _ => 1,
     }
@@ -101,6 +119,7 @@ mod tests {
             (Error::NotFound(String::new()).into(), 3),
             (Error::Timeout { call: "get" }.into(), 4),
             (timed_out("x"), 4),
+            (Error::Denied(String::new()).into(), 5),
             (Error::Conflict(String::new()).into(), 6),
             (conflict("x"), 6),
             (interrupted(), 130),

@@ -13,9 +13,10 @@ mod telemetry;
 
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 
-use args::{Arguments, Command, JobCommand, WorkerCommand};
+use args::{Arguments, Command, WorkerCommand};
+use commands::keep;
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
@@ -30,7 +31,7 @@ fn start(arguments: Arguments) -> anyhow::Result<()> {
     let (quiet, service) = match arguments.command {
         Command::Run(_) => (true, "espalier"),
         Command::Coordinator(_) => (false, "espalier-coordinator"),
-        Command::Worker(_) => (false, "espalier-worker"),
+        Command::Worker(WorkerCommand::Run(_)) => (false, "espalier-worker"),
         Command::DeviceChild => (false, "espalier-child"),
         _ => (true, "espalier-client"),
     };
@@ -49,20 +50,29 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::DeviceChild => Ok(espalier_worker::run_child()?),
         Command::Run(run) => runtime()?.block_on(embedded::run(run)),
         Command::Coordinator(coordinator) => runtime()?.block_on(commands::coordinator(coordinator)),
-        Command::Worker(WorkerCommand::Run(worker)) => runtime()?.block_on(commands::worker(worker)),
-        Command::Job(job) => runtime()?.block_on(job_command(job)),
+        Command::Worker(worker) => runtime()?.block_on(worker_command(worker)),
+        Command::Job(job) => runtime()?.block_on(commands::job::run(job)),
+        Command::Task(task) => runtime()?.block_on(commands::task::run(task)),
+        Command::Completion { shell } => completion(shell),
     }
 }
 
-async fn job_command(command: JobCommand) -> anyhow::Result<()> {
+async fn worker_command(command: WorkerCommand) -> anyhow::Result<()> {
     match command {
-        JobCommand::Submit(arguments) => commands::submit(arguments).await,
-        JobCommand::List(arguments) => commands::list(arguments).await,
-        JobCommand::Get(arguments) => commands::get(arguments).await,
-        JobCommand::Watch(arguments) => commands::watch(arguments).await,
-        JobCommand::Wait(arguments) => commands::wait(arguments).await,
-        JobCommand::Cancel(arguments) => commands::cancel(arguments).await,
+        WorkerCommand::Run(arguments) => commands::worker(arguments).await,
+        WorkerCommand::List(arguments) => keep::list(arguments).await,
+        WorkerCommand::Get(arguments) => keep::get(arguments).await,
+        WorkerCommand::Cordon(arguments) => keep::cordon(arguments).await,
+        WorkerCommand::Uncordon(arguments) => keep::uncordon(arguments).await,
+        WorkerCommand::Drain(arguments) => keep::drain(arguments).await,
+        WorkerCommand::Restart(arguments) => keep::restart(arguments).await,
     }
+}
+
+fn completion(shell: clap_complete::Shell) -> anyhow::Result<()> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Arguments::command(), "espalier", &mut script);
+    output::print(&String::from_utf8_lossy(&script))
 }
 
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {

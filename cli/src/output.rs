@@ -1,13 +1,86 @@
-//! The one way to standard output: tables for people, JSON for programs.
+//! The one way to standard output: tables for people, JSON and YAML for programs.
+//!
+//! [`Listing`] is what every listing and every single thing is shown as; [`table`] renders. One module a kind of
+//! thing says which columns it has.
+
+mod job;
+mod outcome;
+mod table;
+mod task;
+mod worker;
 
 use std::io::{ErrorKind, Write};
 
 use anyhow::Context;
-use espalier_coordinator::pipeline::outcome::{LimitReport, Outcome};
-use espalier_proto::v1::{Job, JobState, Stage, StageState, Task};
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use crate::args::Format;
+use crate::args::{Format, How};
+
+pub(crate) use job::{events, has_ended, job, jobs, stage_state, state};
+pub(crate) use outcome::{missed_limits, print_outcome};
+pub(crate) use task::{task, tasks};
+pub(crate) use worker::{worker, workers};
+
+/// Things to show, one a row.
+pub(crate) struct Listing {
+    /// The heads of the columns; the first column is the id.
+    pub heads: Vec<&'static str>,
+    /// How many columns a table has; the rest is for `-o wide`.
+    pub narrow: usize,
+    /// What stands in them.
+    pub rows: Vec<Vec<String>>,
+    /// The same for programs.
+    pub values: Vec<Value>,
+    /// What a table of a single thing says below it.
+    pub below: Option<Box<Listing>>,
+}
+
+impl Listing {
+    /// As text, in the form asked for. `single` is one thing rather than a list of them.
+    pub(crate) fn text(&self, how: How, single: bool) -> anyhow::Result<String> {
+        if how.quiet {
+            let ids = self.rows.iter().filter_map(|row| row.first());
+            return Ok(ids.map(|id| format!("{id}\n")).collect());
+        }
+        let whole = || match (single, self.values.first()) {
+            (true, Some(value)) => value.clone(),
+            _ => Value::Array(self.values.clone()),
+        };
+        match how.format {
+            Format::Json => Ok(format!("{:#}\n", whole())),
+            Format::Yaml => yaml(&whole()),
+            Format::Table => Ok(self.table(self.narrow, false)),
+            Format::Wide => Ok(self.table(self.heads.len(), true)),
+        }
+    }
+
+    fn table(&self, columns: usize, wide: bool) -> String {
+        let heads = self.heads.get(..columns).unwrap_or(&self.heads);
+        let rows = self
+            .rows
+            .iter()
+            .map(|row| row.iter().take(columns).cloned().collect());
+        let mut text = table::table(heads, rows.collect());
+        if let Some(below) = &self.below
+            && !below.rows.is_empty()
+        {
+            let columns = if wide { below.heads.len() } else { below.narrow };
+            text.push('\n');
+            text.push_str(&below.table(columns, wide));
+        }
+        text
+    }
+
+    /// Writes a list.
+    pub(crate) fn print(&self, how: How) -> anyhow::Result<()> {
+        print(&self.text(how, false)?)
+    }
+
+    /// Writes a single thing.
+    pub(crate) fn print_one(&self, how: How) -> anyhow::Result<()> {
+        print(&self.text(how, true)?)
+    }
+}
 
 /// Writes text to standard output. A reader that went away has what it wanted: that is no error.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
@@ -23,240 +96,29 @@ pub(crate) fn print_json(value: &Value) -> anyhow::Result<()> {
     print(&format!("{value:#}\n"))
 }
 
-/// Writes jobs, one a row.
-pub(crate) fn print_jobs(jobs: &[Job], format: Format) -> anyhow::Result<()> {
-    if format == Format::Json {
-        return print_json(&Value::Array(jobs.iter().map(job_json).collect()));
+/// Writes one value of a stream for programs: a line of JSON, or a document of YAML.
+pub(crate) fn print_value(value: &Value, format: Format) -> anyhow::Result<()> {
+    match format {
+        Format::Yaml => print(&format!("---\n{}", yaml(value)?)),
+        _ => print(&format!("{value}\n")),
     }
-    let rows = jobs.iter().map(|job| {
-        vec![
-            job.id.clone(),
-            state(job.state()).to_owned(),
-            job.parent.clone(),
-            job.output.clone(),
-            job.message.clone(),
-        ]
-    });
-    print(&table(
-        &["JOB", "STATE", "PARENT", "OUTPUT", "MESSAGE"],
-        rows.collect(),
-    ))
 }
 
-/// Writes one job and its stages.
-pub(crate) fn print_job(job: &Job, format: Format) -> anyhow::Result<()> {
-    if format == Format::Json {
-        return print_json(&job_json(job));
-    }
-    print_jobs(std::slice::from_ref(job), format)?;
-    if job.stages.is_empty() {
-        return Ok(());
-    }
-    let rows = job.stages.iter().map(|stage| {
-        vec![
-            stage.name.clone(),
-            stage_state(stage.state()).to_owned(),
-            format!("{}/{}", stage.tasks_done, stage.tasks),
-            seconds(stage.elapsed_ms),
-            stage.decision.clone(),
-        ]
-    });
-    print(&format!(
-        "\n{}",
-        table(&["STAGE", "STATE", "TASKS", "TIME", "DECISION"], rows.collect())
-    ))
-}
-
-/// Writes what a finished job has to tell.
-pub(crate) fn print_outcome(outcome_json: &str, format: Format) -> anyhow::Result<()> {
-    if format == Format::Json {
-        return print_json(&serde_json::from_str(outcome_json).context("the outcome is no JSON")?);
-    }
-    let outcome: Outcome = serde_json::from_str(outcome_json).context("the outcome cannot be read")?;
-    print(&outcome_table(&outcome))
+/// YAML, its end of line included.
+pub(crate) fn yaml(value: &Value) -> anyhow::Result<String> {
+    let text = serde_saphyr::to_string(value).context("cannot be written as YAML")?;
+    Ok(format!("{}\n", text.trim_end()))
 }
 
 /// Says a line to people. Nobody may be listening any more: that is no reason to end a job.
 pub(crate) fn say(line: &str) {
-    use std::io::Write as _;
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-/// The limits that the exported model was measured outside of; empty when it meets all of them, or when
-/// nothing is told of the outcome.
-pub(crate) fn missed_limits(outcome_json: &str) -> anyhow::Result<String> {
-    if outcome_json.is_empty() {
-        return Ok(String::new());
-    }
-    let outcome: Outcome = serde_json::from_str(outcome_json).context("the outcome cannot be read")?;
-    Ok(LimitReport::missed(&outcome.limits))
-}
-
-fn outcome_table(outcome: &Outcome) -> String {
-    let limits = outcome.limits.iter().map(|limit| {
-        let reading = &limit.verified;
-        vec![
-            limit.metric.to_string(),
-            limit.metric.display(reading.parent),
-            limit.metric.display(reading.limit),
-            limit.metric.display(reading.predicted),
-            limit.metric.display(reading.value),
-            if reading.inside { "met" } else { "missed" }.to_owned(),
-        ]
-    });
-    let mut text = table(
-        &["LIMIT", "PARENT", "ALLOWED", "PREDICTED", "MEASURED", ""],
-        limits.collect(),
-    );
-    let parent = &outcome.parent.quality;
-    let mut rows = vec![quality_row("parent", outcome.parent.parameters, parent)];
-    for report in &outcome.strategies {
-        let name = |stage: &str| format!("{} {stage}", report.strategy);
-        rows.push(quality_row(
-            &name("before recovery"),
-            report.parameters,
-            &report.before,
-        ));
-        if let Some(after) = &report.after {
-            rows.push(quality_row(&name("after recovery"), report.parameters, after));
-        }
-    }
-    text.push('\n');
-    text.push_str(&table(
-        &["MODEL", "PARAMETERS", "KL TO PARENT", "PERPLEXITY"],
-        rows,
-    ));
-    text
-}
-
-fn quality_row(name: &str, parameters: u64, quality: &espalier_proto::task::Quality) -> Vec<String> {
-    vec![
-        name.to_owned(),
-        parameters.to_string(),
-        format!("{:.4} ± {:.4}", quality.divergence, quality.divergence_error),
-        format!("{:.2}", quality.perplexity),
-    ]
-}
-
-/// Columns as wide as they need, two spaces between them, nothing after the last.
-fn table(heads: &[&str], rows: Vec<Vec<String>>) -> String {
-    let head = heads.iter().map(|head| (*head).to_owned()).collect::<Vec<_>>();
-    let rows: Vec<Vec<String>> = std::iter::once(head).chain(rows).collect();
-    let width = |column: usize| {
-        let cells = rows.iter().filter_map(|row| row.get(column));
-        cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
-    };
-    let widths: Vec<usize> = (0..heads.len()).map(width).collect();
-    let mut text = String::new();
-    for row in &rows {
-        let cells = row
-            .iter()
-            .zip(&widths)
-            .map(|(cell, width)| format!("{cell:width$}"));
-        text.push_str(cells.collect::<Vec<_>>().join("  ").trim_end());
-        text.push('\n');
-    }
-    text
-}
-
-pub(crate) fn job_json(job: &Job) -> Value {
-    let embedded = |text: &str| serde_json::from_str::<Value>(text).unwrap_or(Value::Null);
-    json!({
-        "id": job.id,
-        "request_id": job.request_id,
-        "state": state(job.state()),
-        "message": job.message,
-        "revision": job.revision,
-        "submitted_unix_ms": job.submitted_unix_ms,
-        "started_unix_ms": job.started_unix_ms,
-        "finished_unix_ms": job.finished_unix_ms,
-        "parent": job.parent,
-        "output": job.output,
-        "stages": job.stages.iter().map(stage_json).collect::<Vec<_>>(),
-        "spec": embedded(&job.spec_json),
-        "outcome": embedded(&job.outcome_json),
-    })
-}
-
-fn stage_json(stage: &Stage) -> Value {
-    json!({
-        "name": stage.name,
-        "kind": stage.kind,
-        "state": stage_state(stage.state()),
-        "tasks": stage.tasks,
-        "tasks_done": stage.tasks_done,
-        "active": stage.active.iter().map(task_json).collect::<Vec<_>>(),
-        "decision": stage.decision,
-        "elapsed_ms": stage.elapsed_ms,
-    })
-}
-
-fn task_json(task: &Task) -> Value {
-    json!({
-        "id": task.id,
-        "name": task.name,
-        "worker": task.worker,
-        "device": task.device,
-        "attempt": task.attempt,
-        "failures": task.failures,
-        "last_failure": task.last_failure,
-        "done": task.done,
-        "total": task.total,
-        "unit": task.unit,
-        "note": task.note,
-        "elapsed_ms": task.elapsed_ms,
-    })
-}
-
-/// A job's state in one word.
-pub(crate) fn state(state: JobState) -> &'static str {
-    match state {
-        JobState::Unspecified => "unknown",
-        JobState::Queued => "queued",
-        JobState::Running => "running",
-        JobState::Succeeded => "succeeded",
-        JobState::Failed => "failed",
-        JobState::Cancelled => "cancelled",
-        JobState::Paused => "paused",
-    }
-}
-
-/// A stage's state in one word.
-pub(crate) fn stage_state(state: StageState) -> &'static str {
-    match state {
-        StageState::Unspecified => "unknown",
-        StageState::Waiting => "waiting",
-        StageState::Running => "running",
-        StageState::Done => "done",
-        StageState::Stopped => "stopped",
-    }
-}
-
-/// Whether a job can still change.
-pub(crate) fn has_ended(job: &Job) -> bool {
-    matches!(
-        job.state(),
-        JobState::Succeeded | JobState::Failed | JobState::Cancelled
-    )
-}
-
+/// `12.3 s`.
 fn seconds(milliseconds: u64) -> String {
     format!("{}.{} s", milliseconds / 1000, milliseconds % 1000 / 100)
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn columns_line_up_and_lines_end_without_spaces() {
-        let rows = vec![
-            vec!["job-1".into(), "running".into(), String::new()],
-            vec!["job-10".into(), "é".into(), "x".into()],
-        ];
-        assert_eq!(
-            table(&["JOB", "STATE", "M"], rows),
-            "JOB     STATE    M\njob-1   running\njob-10  é        x\n"
-        );
-    }
-}
+mod tests;

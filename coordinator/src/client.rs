@@ -1,8 +1,16 @@
 //! Talking to a coordinator: a thin client with deadlines, whose errors say what to do.
+//!
+//! Jobs are here and in [`jobs`], tasks and workers in [`tasks`] and [`workers`].
+
+mod jobs;
+mod tasks;
+mod workers;
 
 use std::time::{Duration, Instant};
 
 use espalier_proto::MESSAGE_LIMIT_BYTES;
+use espalier_proto::v1::cluster_client::ClusterClient;
+use espalier_proto::v1::tasks_client::TasksClient;
 use espalier_proto::v1::{self, jobs_client::JobsClient, submit_request::Spec};
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status, Streaming};
@@ -11,10 +19,12 @@ use crate::{Error, Result};
 
 const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 
-/// A connection to a coordinator's `Jobs` service. Cheap to clone.
+/// A connection to a coordinator. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Client {
     inner: JobsClient<Channel>,
+    tasks: TasksClient<Channel>,
+    cluster: ClusterClient<Channel>,
     endpoint: String,
     deadline: Duration,
 }
@@ -46,11 +56,19 @@ impl Client {
                 endpoint: with_scheme.clone(),
                 message: innermost(&error),
             })?;
+        let tasks = TasksClient::new(channel.clone())
+            .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
+            .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
+        let cluster = ClusterClient::new(channel.clone())
+            .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
+            .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
         let inner = JobsClient::new(channel)
             .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
             .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
         Ok(Self {
             inner,
+            tasks,
+            cluster,
             endpoint: with_scheme,
             deadline,
         })
@@ -61,10 +79,23 @@ impl Client {
     /// # Errors
     /// [`Error::Invalid`] for a wrong spec, [`Error::Conflict`] for a taken output or request id.
     pub async fn submit(&mut self, spec: Spec, request_id: &str) -> Result<(v1::Job, bool)> {
+        self.submit_first(spec, request_id, 0).await
+    }
+
+    /// The same, with a priority: higher goes first, −100 to 100.
+    ///
+    /// # Errors
+    /// As [`Self::submit`].
+    pub async fn submit_first(
+        &mut self,
+        spec: Spec,
+        request_id: &str,
+        priority: i32,
+    ) -> Result<(v1::Job, bool)> {
         let request = v1::SubmitRequest {
             request_id: request_id.to_owned(),
             spec: Some(spec),
-            priority: 0,
+            priority,
         };
         let request = self.timed(request);
         let response = self
@@ -156,6 +187,23 @@ impl Client {
         present(response.into_inner().job)
     }
 
+    /// Opens a stream; the deadline is for its opening.
+    async fn opened<T>(
+        &self,
+        call: &'static str,
+        opening: impl Future<Output = Result<tonic::Response<Streaming<T>>, Status>>,
+    ) -> Result<Messages<T>> {
+        let opened = tokio::time::timeout(self.deadline, opening).await;
+        let response = opened
+            .map_err(|_| Error::Timeout { call })?
+            .map_err(|status| self.error(call, &status))?;
+        Ok(Messages {
+            inner: response.into_inner(),
+            client: self.clone(),
+            call,
+        })
+    }
+
     fn timed<T>(&self, message: T) -> tonic::Request<T> {
         let mut request = tonic::Request::new(message);
         request.set_timeout(self.deadline);
@@ -168,6 +216,10 @@ impl Client {
             Code::NotFound => Error::NotFound(message),
             Code::InvalidArgument => Error::Invalid(message),
             Code::FailedPrecondition | Code::AlreadyExists => Error::Conflict(message),
+            Code::PermissionDenied | Code::Unauthenticated => Error::Denied(message),
+            Code::Unimplemented => Error::Internal(format!(
+                "this coordinator does not offer {call}: {message}; use the version of the coordinator"
+            )),
             Code::ResourceExhausted => Error::Exhausted(message),
             Code::DeadlineExceeded => Error::Timeout { call },
             // tonic tells a deadline of its own by cancelling.
@@ -179,6 +231,25 @@ impl Client {
             },
             code => Error::Internal(format!("{call}: {message} ({code:?})")),
         }
+    }
+}
+
+/// What a coordinator sends one after another: events, lines of a log.
+#[derive(Debug)]
+pub struct Messages<T> {
+    inner: Streaming<T>,
+    client: Client,
+    call: &'static str,
+}
+
+impl<T> Messages<T> {
+    /// The next; none after the last.
+    ///
+    /// # Errors
+    /// [`Error::Unreachable`] when the coordinator goes away.
+    pub async fn next(&mut self) -> Result<Option<T>> {
+        let message = self.inner.message().await;
+        message.map_err(|status| self.client.error(self.call, &status))
     }
 }
 

@@ -65,6 +65,9 @@ pub enum Error {
     /// The request does not fit the state of things.
     #[error("{0}")]
     Conflict(String),
+    /// Not allowed.
+    #[error("{0}")]
+    Denied(String),
     /// No room: disk or queues.
     #[error("{0}")]
     Exhausted(String),

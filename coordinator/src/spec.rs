@@ -41,7 +41,7 @@ pub struct JobSpec {
     /// What else the result is judged by.
     #[serde(default)]
     pub evaluate: Evaluation,
-    /// The directory to write the outcome to; it must not exist yet. `--output` overrides it.
+    /// The directory to write the outcome to; it must not exist yet. `--output-dir` overrides it.
     #[serde(default)]
     pub output: Option<String>,
     /// Seeds the order of documents and sequences: the same seed and inputs give the same result.

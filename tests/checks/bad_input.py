@@ -111,7 +111,7 @@ def refused(program, directory, text, mention, prefix=()):
     with open(job, "w", encoding="utf-8") as file:
         file.write(text)
     before = listing(directory)
-    command = [*prefix, program, "run", job, "--output", os.path.join(directory, "out")]
+    command = [*prefix, program, "run", job, "--output-dir", os.path.join(directory, "out")]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -51,7 +51,7 @@ def tree_pss_bytes(root):
 def run(program, output):
     """Runs the job; gives its exit status, seconds, and peak bytes."""
     start = time.monotonic()
-    process = subprocess.Popen([program, "run", JOB, "--output", output])
+    process = subprocess.Popen([program, "run", JOB, "--output-dir", output])
     peak, done = [0], threading.Event()
 
     def sample():

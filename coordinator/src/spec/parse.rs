@@ -20,7 +20,13 @@ impl JobSpec {
     pub fn from_yaml(text: &str, base_dir: &Path) -> Result<Self, SpecError> {
         let options = serde_saphyr::options! { with_snippet: false };
         let value: Value = serde_saphyr::from_str_with_options(text, options).map_err(|error| {
-            SpecError::new("", format!("not valid YAML: {}", one_line(&error.to_string())))
+            SpecError::new(
+                "",
+                format!(
+                    "not valid YAML: {}",
+                    in_plain_words(&one_line(&error.to_string()))
+                ),
+            )
         })?;
         let mut spec = Self::from_value(value)?;
         spec.resolve_paths(base_dir);
@@ -65,6 +71,36 @@ fn absolute(base_dir: &Path, path: &str) -> String {
     let path = base_dir.join(path);
     let cleaned: PathBuf = path.components().collect();
     cleaned.to_string_lossy().into_owned()
+}
+
+/// What the YAML reader says, where it speaks of its own types and options rather than of the text.
+fn in_plain_words(message: &str) -> String {
+    let said_plainly = [
+        (
+            "duplicate mapping key",
+            "a key stands twice in one mapping; leave one of them out",
+        ),
+        (
+            "multiple YAML documents",
+            "a second document begins; a spec is one",
+        ),
+        (
+            "recursive references",
+            "an alias refers to what it stands in; write the value out",
+        ),
+        ("expected string scalar", "a key is no text; write it as one"),
+        (
+            "invalid u64",
+            "a value does not fit the type its tag names; leave the tag out",
+        ),
+    ];
+    let Some((_, plainly)) = said_plainly.iter().find(|(start, _)| message.starts_with(start)) else {
+        return message.to_owned();
+    };
+    match message.rfind(" at line ") {
+        Some(place) => format!("{plainly},{}", message.get(place..).unwrap_or_default()),
+        None => (*plainly).to_owned(),
+    }
 }
 
 fn one_line(message: &str) -> String {

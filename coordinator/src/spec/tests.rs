@@ -4,7 +4,7 @@ use std::path::Path;
 
 use espalier_search::{Bound, Metric};
 
-use super::{JobSpec, KvGroups, Strategy, json_schema};
+use super::{CostTableSource, JobSpec, KvGroups, Strategy, json_schema};
 
 const SHORTEST: &str = "
 parent: models/parent
@@ -242,5 +242,62 @@ fn the_schema_documents_every_field_of_the_spec() {
     assert_eq!(
         schema.pointer("/$defs/Limits/additionalProperties"),
         Some(&serde_json::Value::Bool(false))
+    );
+}
+
+#[test]
+fn yaml_that_cannot_be_read_is_refused_without_the_readers_own_words() {
+    for (text, expected) in [
+        ("parent: a\nparent: b\n", "a key stands twice in one mapping"),
+        ("parent: a\n---\nparent: b\n", "a second document begins"),
+        ("parent: &a [*a]\n", "an alias refers to what it stands in"),
+    ] {
+        let message = refusal(text);
+        assert!(message.contains(expected), "{message}");
+        assert!(message.contains("at line"), "{message}");
+        for word in ["Options", "from_str", "u64", "Policy"] {
+            assert!(!message.contains(word), "{message}");
+        }
+    }
+}
+
+/// A spec beside a cost table that holds `text`, as read; the directory must outlive its reading.
+fn importing(text: &str) -> (tempfile::TempDir, JobSpec) {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("table.json"), text).unwrap();
+    let spec = SHORTEST.replace("limits:", "cost_table: table.json\n  limits:");
+    let spec = JobSpec::from_yaml(&spec, directory.path()).unwrap();
+    (directory, spec)
+}
+
+const TABLE: &str = include_str!("../../../examples/tiny/cost-table.json");
+
+#[test]
+fn an_imported_cost_table_stands_in_the_spec_whole_and_survives_the_way_to_the_coordinator() {
+    let (_directory, mut spec) = importing(TABLE);
+    spec.import_files().unwrap();
+    let Some(CostTableSource::Table(table)) = &spec.target.cost_table else {
+        panic!("not imported: {:?}", spec.target.cost_table);
+    };
+    assert!(table.name().ends_with("table.json"));
+    assert_eq!(table.profile.rows.len(), 24);
+    let json = serde_json::to_string(&spec).unwrap();
+    assert_eq!(JobSpec::from_json(&json).unwrap(), spec);
+}
+
+#[test]
+fn a_cost_table_that_is_none_or_is_another_targets_is_refused() {
+    let (_directory, mut spec) = importing("{}");
+    let message = spec.import_files().unwrap_err().to_string();
+    assert!(
+        message.contains("target.cost_table") && message.contains("is no cost table"),
+        "{message}"
+    );
+    let (_directory, mut spec) = importing(TABLE);
+    spec.target.workload.output_tokens = 64;
+    let message = spec.import_files().unwrap_err().to_string();
+    assert!(
+        message.contains("and 32 output tokens, expected of 1 × 128 prompt and 64 output tokens"),
+        "{message}"
     );
 }

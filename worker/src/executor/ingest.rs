@@ -49,11 +49,13 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Ingest) -> 
     };
     let held_out = task.validation.is_empty();
     let validation_text = reader.in_order(task)?;
+    let before = reader.documents;
     let train = reader.sample(task, &validation_text, held_out)?;
+    let train_read = reader.documents - before;
     let (documents, empty_documents) = (reader.documents, reader.empty);
 
     context.progress(2, 4, "steps", || format!("tokenising {documents} documents"))?;
-    let roles = tokenise(&parent, task, validation_text, train)?;
+    let roles = tokenise(&parent, task, validation_text, train, train_read)?;
     context.progress(3, 4, "steps", || "storing shards".to_owned())?;
     let store = |sequences: &Sequences| shard::write(context.store, sequences);
     let pieces = |sequences: &Sequences, tokens: usize| -> Result<Vec<Shard>> {
@@ -186,7 +188,14 @@ struct Roles {
     recovery: Sequences,
 }
 
-fn tokenise(parent: &Parent, task: &Ingest, validation: Vec<String>, train: Vec<String>) -> Result<Roles> {
+fn tokenise(
+    parent: &Parent,
+    task: &Ingest,
+    validation: Vec<String>,
+    train: Vec<String>,
+    train_read: u64,
+) -> Result<Roles> {
+    let kept = train.len();
     let separator = separator(parent)?;
     let tokenizer = parent.tokenizer()?;
     let count = |tokens: u64| {
@@ -225,7 +234,9 @@ fn tokenise(parent: &Parent, task: &Ingest, validation: Vec<String>, train: Vec<
             return Err(Error::Invalid {
                 reason: format!(
                     "data.{files} has too little text: nothing is left for {role} (each of validation, calibration, \
-                     scoring and recovery needs at least {length} tokens of documents of its own); add text or lower the budget"
+                     scoring and recovery needs at least {length} tokens of documents of its own, and of the \
+                     {train_read} documents of data.train {kept} are not empty, not in the validation text and not \
+                     equal to another); add text, split long documents, or lower the budget"
                 ),
             });
         }

@@ -1,0 +1,49 @@
+//! How values on the command line are read.
+
+use std::time::Duration;
+
+/// A number of threads: more than there are processors would only have them wait for each other.
+pub(super) fn threads(text: &str) -> Result<usize, String> {
+    let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    match text.parse() {
+        Ok(threads) if threads <= processors => Ok(threads),
+        _ => Err(format!(
+            "expected 0 to {processors}, the processors of this machine"
+        )),
+    }
+}
+
+/// `250ms`, `30s`, `5m`, `2h`.
+pub(super) fn duration(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("`{text}` is no duration; write it as 250ms, 30s, 5m or 2h");
+    let split = text
+        .find(|character: char| !character.is_ascii_digit())
+        .ok_or_else(wrong)?;
+    let (digits, unit) = text.split_at(split);
+    let amount: u64 = digits.parse().map_err(|_| wrong())?;
+    let milliseconds = match unit {
+        "ms" => 1,
+        "s" => 1000,
+        "m" => 60_000,
+        "h" => 3_600_000,
+        _ => return Err(wrong()),
+    };
+    amount
+        .checked_mul(milliseconds)
+        .map(Duration::from_millis)
+        .ok_or_else(wrong)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn durations_carry_their_unit() {
+        assert_eq!(duration("30s").unwrap(), Duration::from_secs(30));
+        assert_eq!(duration("250ms").unwrap(), Duration::from_millis(250));
+        assert!(duration("30").unwrap_err().contains("30s, 5m"));
+        assert!(duration("99999999999999999999h").is_err());
+    }
+}

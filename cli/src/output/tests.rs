@@ -1,0 +1,161 @@
+//! What listings look like, whole.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use espalier_proto::v1::{
+    AttemptDetail, Device, Job, JobState, Stage, StageState, TaskDetail, TaskState, Worker, WorkerDevice,
+    WorkerState,
+};
+
+use super::*;
+
+fn how(format: Format) -> How {
+    How { format, quiet: false }
+}
+
+fn a_job() -> Job {
+    Job {
+        id: "job-12".to_owned(),
+        state: JobState::Running.into(),
+        parent: "hf://org/name".to_owned(),
+        output: "/out".to_owned(),
+        priority: 5,
+        stages: vec![Stage {
+            name: "ingest".to_owned(),
+            kind: "ingest".to_owned(),
+            state: StageState::Done.into(),
+            tasks: 1,
+            tasks_done: 1,
+            elapsed_ms: 1_250,
+            ..Stage::default()
+        }],
+        ..Job::default()
+    }
+}
+
+fn a_worker() -> Worker {
+    Worker {
+        name: "node-7".to_owned(),
+        state: WorkerState::Cordoned.into(),
+        message: "3 tasks failed in a row".to_owned(),
+        host: "rack-2".to_owned(),
+        version: "0.1.0".to_owned(),
+        epoch: 4,
+        silent_ms: 900,
+        failures_in_a_row: 3,
+        devices: vec![WorkerDevice {
+            device: Some(Device {
+                id: "cpu".to_owned(),
+                kind: "cpu".to_owned(),
+                name: "AMD EPYC".to_owned(),
+                ..Device::default()
+            }),
+            attempt: 31,
+            task: 9,
+            job_id: "job-12".to_owned(),
+            stage: "recover".to_owned(),
+        }],
+    }
+}
+
+#[test]
+fn a_job_is_a_row_with_its_stages_below() {
+    assert_eq!(
+        job(&a_job()).text(how(Format::Table), true).unwrap(),
+        "JOB     STATE    PARENT         MESSAGE\n\
+         job-12  running  hf://org/name\n\
+         \n\
+         STAGE   STATE  TASKS  TIME   DECISION\n\
+         ingest  done   1/1    1.2 s\n"
+    );
+}
+
+#[test]
+fn wide_shows_every_column() {
+    assert_eq!(
+        jobs(&[a_job()]).text(how(Format::Wide), false).unwrap(),
+        "JOB     STATE    PARENT         MESSAGE  OUTPUT  PRIORITY  REQUEST\n\
+         job-12  running  hf://org/name           /out    5\n"
+    );
+}
+
+#[test]
+fn quiet_prints_ids_and_nothing_else() {
+    let quiet = How {
+        format: Format::Json,
+        quiet: true,
+    };
+    assert_eq!(
+        jobs(&[a_job(), a_job()]).text(quiet, false).unwrap(),
+        "job-12\njob-12\n"
+    );
+    assert_eq!(jobs(&[]).text(quiet, false).unwrap(), "");
+}
+
+#[test]
+fn a_worker_shows_why_it_is_cordoned_and_what_its_devices_run() {
+    assert_eq!(
+        worker(&a_worker()).text(how(Format::Table), true).unwrap(),
+        "WORKER  STATE     BUSY  SILENT  MESSAGE\n\
+         node-7  cordoned  1/1   0.9 s   3 tasks failed in a row\n\
+         \n\
+         DEVICE  KIND  NAME      JOB     STAGE    TASK  ATTEMPT\n\
+         cpu     cpu   AMD EPYC  job-12  recover  9     31\n"
+    );
+}
+
+#[test]
+fn a_task_shows_its_attempts() {
+    let detail = TaskDetail {
+        id: 9,
+        job_id: "job-12".to_owned(),
+        stage: "recover".to_owned(),
+        kind: "recover".to_owned(),
+        name: "heterogeneous".to_owned(),
+        state: TaskState::Running.into(),
+        ranks: 1,
+        attempts: vec![
+            AttemptDetail {
+                id: 30,
+                worker: "node-6".to_owned(),
+                device: "cpu".to_owned(),
+                started_unix_ms: 1_000,
+                ended_unix_ms: 3_500,
+                outcome: "lost".to_owned(),
+                message: "silent for 30 s".to_owned(),
+                ..AttemptDetail::default()
+            },
+            AttemptDetail {
+                id: 31,
+                worker: "node-7".to_owned(),
+                device: "cpu".to_owned(),
+                started_unix_ms: 4_000,
+                outcome: "running".to_owned(),
+                progress: "12 of 64 steps".to_owned(),
+                ..AttemptDetail::default()
+            },
+        ],
+        ..TaskDetail::default()
+    };
+    assert_eq!(
+        task(&detail).text(how(Format::Table), true).unwrap(),
+        "TASK  STAGE    NAME           STATE    MESSAGE\n\
+         9     recover  heterogeneous  running\n\
+         \n\
+         ATTEMPT  OUTCOME  WORKER  DEVICE  TIME   MESSAGE\n\
+         30       lost     node-6  cpu     2.5 s  silent for 30 s\n\
+         31       running  node-7  cpu            12 of 64 steps\n"
+    );
+}
+
+#[test]
+fn one_thing_is_an_object_and_a_list_an_array() {
+    let one: Value =
+        serde_json::from_str(&worker(&a_worker()).text(how(Format::Json), true).unwrap()).unwrap();
+    assert_eq!(one["devices"][0]["task"], 9);
+    let all: Value =
+        serde_json::from_str(&workers(&[a_worker()]).text(how(Format::Json), false).unwrap()).unwrap();
+    assert_eq!(all[0]["state"], "cordoned");
+    let text = workers(&[a_worker()]).text(how(Format::Yaml), false).unwrap();
+    let read: Value = serde_saphyr::from_str(&text).unwrap();
+    assert_eq!(read, all);
+}
