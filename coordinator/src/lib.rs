@@ -17,6 +17,7 @@ pub mod report;
 pub mod scheduler;
 pub mod service;
 pub mod spec;
+pub mod term;
 pub mod trace;
 
 pub use error::{Error, Result};

@@ -50,6 +50,8 @@ use surroundings::{BlockingThreads, Surroundings, SystemClock};
 /// Requests that may wait for the loop.
 const REQUESTS: usize = 2048;
 const BETWEEN_HEALTH_REPORTS: Duration = Duration::from_secs(1);
+/// How long a stop waits for room in the loop's inbox.
+const STOP_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How a coordinator runs.
 #[derive(Debug, Clone)]
@@ -149,7 +151,7 @@ impl Coordinator {
             let (stop, vitals, metrics) = (stop.clone(), vitals.clone(), metrics.clone());
             move || {
                 let _lock = lock;
-                let ended = run(opened, inbox, &vitals, &metrics);
+                let ended = run(opened, inbox, &vitals, &metrics, &stop);
                 if let Err(error) = ended {
                     tracing::error!(%error, "the coordinator stops");
                     failure.send_replace(Some(error.to_string()));
@@ -226,10 +228,10 @@ impl Handle {
         let deadline = Instant::now() + deadline;
         let late = |_| Error::Internal("the coordinator did not stop in time".to_owned());
         self.tasks.close();
-        // The loop may be gone already, having failed.
-        let _ = timeout_at(deadline, self.requests.send(Request::Stop))
-            .await
-            .map_err(late)?;
+        // The loop may be gone already, having failed, or its inbox full, waiting for authority: then it sees
+        // the token.
+        let patience = deadline.min(Instant::now() + STOP_PATIENCE);
+        let _ = timeout_at(patience, self.requests.send(Request::Stop)).await;
         self.stop.cancel();
         let mut server = self.server;
         if timeout_at(deadline, &mut server).await.is_err() {
@@ -260,14 +262,26 @@ fn run(
     mut inbox: mpsc::Receiver<Request>,
     vitals: &http::Vitals,
     metrics: &Metrics,
+    stop: &CancellationToken,
 ) -> Result<()> {
     vitals.replayed();
     let mut batch = Vec::with_capacity(BATCH);
-    while !owner.is_stopping() && inbox.blocking_recv_many(&mut batch, BATCH) > 0 {
+    while !owner.is_stopping() {
+        // Without authority requests stay in the batch; when it is full of them the inbox has to wait.
+        let room = BATCH.saturating_sub(batch.len());
+        if room == 0 {
+            thread::sleep(TICK);
+            if stop.is_cancelled() {
+                break;
+            }
+        } else if inbox.blocking_recv_many(&mut batch, room) == 0 {
+            break;
+        }
         owner.turn(&mut batch)?;
         vitals.turned();
         vitals.set_disk_full(owner.is_full());
         metrics.set_disk_full(owner.is_full());
+        vitals.set_authority(owner.holds());
     }
     inbox.close();
     Ok(())
