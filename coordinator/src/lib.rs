@@ -16,6 +16,7 @@ pub mod pipeline;
 pub mod report;
 pub mod scheduler;
 pub mod service;
+pub mod shipping;
 pub mod spec;
 pub mod term;
 pub mod trace;

@@ -41,6 +41,9 @@ use tokio_util::task::TaskTracker;
 use crate::journal::disk::SystemDisk;
 use crate::logs::{self, Logs};
 use crate::metrics::Metrics;
+use crate::shipping::{self, SHIP_INTERVAL};
+use crate::term::claims::store_error;
+use crate::term::{Fence, OwnDirectory, TERM_LEASE};
 use crate::{Error, Result, http};
 pub use adapter::PipelinePlanner;
 use owner::{BATCH, Owner, Request, TICK};
@@ -62,6 +65,14 @@ pub struct CoordinatorOptions {
     pub data_dir: PathBuf,
     /// Where artifacts lie: a directory or a URL that workers can reach too. Default: `artifacts` in `data_dir`.
     pub store: Option<String>,
+    /// Names the coordinators that follow one another on one store. Only with a `store`: that is where the journal
+    /// is shipped and terms are claimed. Default: `espalier`.
+    pub cluster: String,
+    /// How often the journal is shipped to the store: what losing the disk can cost. Default: 5 s.
+    pub ship_interval: Duration,
+    /// How long a coordinator may promote after it last saw that no other had taken over. The same for all of a
+    /// cluster. Default: 10 s.
+    pub term_lease: Duration,
     /// Workers are asked for a heartbeat this often. Default: 2 s.
     pub heartbeat_interval: Duration,
     /// Silence after which a worker's tasks are handed on. Default: 30 s.
@@ -77,6 +88,9 @@ impl CoordinatorOptions {
             listen: SocketAddr::from(([127, 0, 0, 1], 7474)),
             data_dir: data_dir.into(),
             store: None,
+            cluster: "espalier".to_owned(),
+            ship_interval: SHIP_INTERVAL,
+            term_lease: TERM_LEASE,
             heartbeat_interval: Duration::from_secs(2),
             worker_lost: Duration::from_secs(30),
             orphan_grace: Duration::from_secs(30 * 60),
@@ -118,6 +132,12 @@ impl Coordinator {
         let tasks = TaskTracker::new();
         let (failure, failed) = signal::channel(None);
         let metrics = Metrics::default();
+        let clock = Arc::new(SystemClock::default());
+        let shipping = prepare_shipping(&options, Arc::clone(&clock)).await?;
+        let fence: Arc<dyn Fence> = match &shipping {
+            Some(prepared) => Arc::clone(&prepared.keeper) as Arc<dyn Fence>,
+            None => Arc::new(OwnDirectory),
+        };
         let (opened, logs, log_writer) = {
             let beside = BlockingThreads {
                 runtime: tokio::runtime::Handle::current(),
@@ -126,7 +146,7 @@ impl Coordinator {
             };
             let open = move || {
                 let surroundings = Surroundings {
-                    clock: Arc::new(SystemClock::default()),
+                    clock,
                     beside: Arc::new(beside),
                     disk: Arc::new(SystemDisk),
                     store: store_url(&options)?,
@@ -138,7 +158,7 @@ impl Coordinator {
                     path: directory,
                     source,
                 })?;
-                let owner = Owner::open(options, planner, surroundings)?;
+                let owner = Owner::open_fenced(options, planner, surroundings, fence)?;
                 Ok::<_, Error>((owner, logs, writer))
             };
             tokio::task::spawn_blocking(open)
@@ -147,11 +167,19 @@ impl Coordinator {
         };
         let opened = opened.seen_by(metrics.clone(), logs.clone());
         let vitals = http::Vitals::default();
+        let progress = shipping::Progress::default();
+        progress.durable(opened.durable());
+        if let Some(prepared) = shipping {
+            prepared.settled()?;
+            let shipper = prepared.shipper(opened.state().term().0, progress.clone(), metrics.clone());
+            tasks.spawn(shipper.run(stop.clone()));
+            tasks.spawn(prepared.keeper.keep(stop.clone()));
+        }
         let owner = thread::Builder::new().name("espalier-owner".to_owned()).spawn({
             let (stop, vitals, metrics) = (stop.clone(), vitals.clone(), metrics.clone());
             move || {
                 let _lock = lock;
-                let ended = run(opened, inbox, &vitals, &metrics, &stop);
+                let ended = run(opened, inbox, &vitals, &metrics, &progress, &stop);
                 if let Err(error) = ended {
                     tracing::error!(%error, "the coordinator stops");
                     failure.send_replace(Some(error.to_string()));
@@ -256,12 +284,32 @@ fn store_url(options: &CoordinatorOptions) -> Result<String> {
         .map_err(|error| Error::Invalid(format!("store: {error}")))
 }
 
+/// Makes ready to ship and to claim a term, where a store is given; one inside the data directory would be lost
+/// with it.
+async fn prepare_shipping(
+    options: &CoordinatorOptions,
+    clock: Arc<SystemClock>,
+) -> Result<Option<shipping::Prepared>> {
+    let Some(location) = &options.store else {
+        return Ok(None);
+    };
+    let store = espalier_artifact::ArtifactStore::open(location).map_err(store_error)?;
+    let shipping = shipping::Options {
+        data_dir: options.data_dir.clone(),
+        cluster: options.cluster.clone(),
+        interval: options.ship_interval,
+        lease: options.term_lease,
+    };
+    shipping::prepare(&store, shipping, clock).await.map(Some)
+}
+
 /// Gives the loop its turns until it is told to stop.
 fn run(
     mut owner: Owner,
     mut inbox: mpsc::Receiver<Request>,
     vitals: &http::Vitals,
     metrics: &Metrics,
+    progress: &shipping::Progress,
     stop: &CancellationToken,
 ) -> Result<()> {
     vitals.replayed();
@@ -282,6 +330,7 @@ fn run(
         vitals.set_disk_full(owner.is_full());
         metrics.set_disk_full(owner.is_full());
         vitals.set_authority(owner.holds());
+        progress.durable(owner.durable());
     }
     inbox.close();
     Ok(())
