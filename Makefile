@@ -3,7 +3,7 @@ SHELL := /bin/bash
 CARGO ?= cargo
 CARGO_DENY := 0.20.2
 
-.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input
+.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input check-damage check-restart
 
 build:
 	$(CARGO) build --release --locked --bin espalier
@@ -39,3 +39,9 @@ check-cpu-speed:
 
 check-bad-input:
 	tests/checks/bad-input.sh
+
+check-damage:
+	tests/checks/damage.sh
+
+check-restart:
+	tests/checks/restart.sh

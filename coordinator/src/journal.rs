@@ -13,13 +13,14 @@
 //! Nothing here knows what an event means.
 
 pub mod disk;
-pub(crate) mod frame;
+mod follow;
+mod frame;
 #[cfg(feature = "planted-bugs")]
 pub mod planted;
 mod replay;
 mod sealed;
-pub(crate) mod segment;
-pub(crate) mod snapshot;
+mod segment;
+mod snapshot;
 #[cfg(test)]
 mod tests;
 mod writer;
@@ -28,9 +29,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use disk::Disk;
+pub use follow::{Step, Tailing};
 pub use frame::{SCHEMA_VERSION, Tail};
-pub use replay::Fold;
-pub use snapshot::Due;
+pub use replay::{Fold, Found, read};
+pub use sealed::{Fault, Seal};
+pub use segment::{End, Visit, list as segments, read as read_frames};
+pub use snapshot::{DAMAGED, Due, list as snapshots, read as read_snapshot};
 pub use writer::{Journal, Options};
 
 /// What can go wrong with a journal.
@@ -117,7 +121,7 @@ pub enum Error {
 
 /// The command that mends what lies in a journal's directory.
 fn remedy(directory: Option<&Path>) -> String {
-    let data_dir = directory.and_then(Path::parent).unwrap_or(Path::new("."));
+    let data_dir = directory.and_then(Path::parent).unwrap_or_else(|| Path::new("."));
     format!("espalier doctor repair --data-dir {}", data_dir.display())
 }
 

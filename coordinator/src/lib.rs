@@ -5,20 +5,22 @@
 //! to the [`journal`] before anybody is told. Which stage comes next is the planner's business and what an
 //! outcome looks like the report's; both run off the loop. No tensor code lives here.
 
+pub mod archive;
 pub mod client;
+pub mod doctor;
 mod error;
 mod history;
 pub mod http;
 pub mod journal;
+mod lock;
 pub mod logs;
 pub mod metrics;
 pub mod pipeline;
 pub mod report;
 pub mod scheduler;
 pub mod service;
-pub mod shipping;
 pub mod spec;
-pub mod term;
+pub mod tables;
 pub mod trace;
 
 pub use error::{Error, Result};

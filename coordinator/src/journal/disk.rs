@@ -7,7 +7,7 @@
 use std::ffi::OsString;
 use std::fmt::Debug;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Seek, SeekFrom, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 /// What [`Disk::write_whole`] adds to the name of a file that is not whole yet.
@@ -26,6 +26,17 @@ pub trait Disk: Debug + Send + Sync {
     /// # Errors
     /// When it is missing or cannot be read.
     fn read(&self, path: &Path) -> io::Result<Vec<u8>>;
+
+    /// At most `limit` bytes of a file from a place on; fewer at its end.
+    ///
+    /// # Errors
+    /// When it is missing or cannot be read.
+    fn read_from(&self, path: &Path, offset: u64, limit: usize) -> io::Result<Vec<u8>> {
+        let bytes = self.read(path)?;
+        let offset = usize::try_from(offset).unwrap_or(usize::MAX);
+        let rest = bytes.get(offset..).unwrap_or_default();
+        Ok(rest.get(..limit).unwrap_or(rest).to_vec())
+    }
 
     /// Opens a file that is there and cuts it to `length` bytes, after which appends go.
     ///
@@ -124,6 +135,15 @@ impl Disk for SystemDisk {
 
     fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
         fs::read(path)
+    }
+
+    fn read_from(&self, path: &Path, offset: u64, limit: usize) -> io::Result<Vec<u8>> {
+        let mut file = File::open(path)?;
+        file.seek(SeekFrom::Start(offset))?;
+        let mut bytes = Vec::new();
+        file.take(u64::try_from(limit).unwrap_or(u64::MAX))
+            .read_to_end(&mut bytes)?;
+        Ok(bytes)
     }
 
     fn open(&self, path: &Path, length: u64) -> io::Result<Box<dyn DiskFile>> {

@@ -21,6 +21,9 @@ pub struct End {
     pub read: u64,
 }
 
+/// Takes the sequence and the payload of a frame, or says what is wrong with it.
+pub type Visit<'a> = dyn FnMut(u64, &[u8]) -> Result<(), String> + 'a;
+
 /// The name of the segment whose first frame has this sequence.
 pub fn name(first: u64) -> String {
     format!("journal-{first:020}.log")
@@ -32,12 +35,7 @@ pub fn list(disk: &dyn Disk, directory: &Path) -> Result<Vec<(u64, PathBuf)>, Er
 }
 
 /// Reads every frame after `base` in order, cutting nothing yet.
-pub fn read(
-    disk: &dyn Disk,
-    directory: &Path,
-    base: u64,
-    visit: &mut dyn FnMut(u64, &[u8]) -> Result<(), String>,
-) -> Result<End, Error> {
+pub fn read(disk: &dyn Disk, directory: &Path, base: u64, visit: &mut Visit<'_>) -> Result<End, Error> {
     let segments = list(disk, directory)?;
     let mut end = End {
         last: None,
@@ -95,12 +93,7 @@ struct Segment<'a> {
 
 impl Segment<'_> {
     /// Gives the bytes that are whole frames.
-    fn read(
-        &self,
-        base: u64,
-        next: &mut u64,
-        visit: &mut dyn FnMut(u64, &[u8]) -> Result<(), String>,
-    ) -> Result<u64, Error> {
+    fn read(&self, base: u64, next: &mut u64, visit: &mut Visit<'_>) -> Result<u64, Error> {
         let mut at = 0;
         loop {
             let offset = u64::try_from(at).unwrap_or(u64::MAX);

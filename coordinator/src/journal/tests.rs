@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod faulty;
+mod follow;
 mod snapshots;
 
 use std::fs;

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Serialize;
 
@@ -43,6 +44,8 @@ pub struct Journal {
     buffer: Vec<u8>,
     buffered: u64,
     snapshots: Snapshots,
+    /// The last durable frame, for those who read along.
+    position: Arc<AtomicU64>,
     failed: bool,
 }
 
@@ -107,6 +110,7 @@ impl Journal {
                 newest_bytes: found.base_bytes,
                 ..Snapshots::default()
             },
+            position: Arc::new(AtomicU64::new(end.next.saturating_sub(1))),
             failed: false,
         })
     }
@@ -114,6 +118,11 @@ impl Journal {
     /// The last frame that is durable; 0 before the first.
     pub fn last(&self) -> u64 {
         self.next.saturating_sub(1)
+    }
+
+    /// The same for those who read along beside the loop: grows with every commit.
+    pub fn position(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.position)
     }
 
     /// Where its files lie.
@@ -170,6 +179,7 @@ impl Journal {
         self.durable = self.durable.saturating_add(written);
         self.snapshots.bytes_since = self.snapshots.bytes_since.saturating_add(written);
         self.next = self.next.saturating_add(self.buffered);
+        self.position.store(self.last(), Ordering::Release);
         self.forget_buffer();
         self.snapshots.rolled = false;
         if self.durable >= self.options.segment_bytes {

@@ -201,6 +201,25 @@ impl State {
         }
     }
 
+    /// A state that knows nothing but this job and its tasks, as an archive holds it.
+    pub fn alone(&self, job: JobId) -> Option<Self> {
+        let known = self.jobs.get(&job)?;
+        let task = |id: &TaskId| Some((*id, self.tasks.get(id)?.clone()));
+        let mut alone = Self {
+            term: self.term,
+            jobs: BTreeMap::from([(job, known.clone())]),
+            tasks: known
+                .stages
+                .iter()
+                .flat_map(|stage| &stage.tasks)
+                .filter_map(task)
+                .collect(),
+            ..Self::default()
+        };
+        alone.reindex();
+        Some(alone)
+    }
+
     /// Builds what is derived. [`super::apply`] keeps it; only who reads a state from elsewhere needs this.
     pub fn reindex(&mut self) {
         for task in self.tasks.values_mut() {

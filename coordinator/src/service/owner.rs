@@ -9,6 +9,7 @@
 //! which needs a runtime; so a simulation drives it as the service does.
 
 mod act;
+mod archive;
 mod handle;
 mod query;
 mod request;
@@ -16,6 +17,7 @@ mod sight;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use espalier_proto::task::Progress;
@@ -40,7 +42,6 @@ use crate::scheduler::{
     AttemptId, Command, Effect, Epoch, Event, Failures, JobId, Now, Rejection, State, Task, TaskId,
     TaskPhase, Term, WorkerId, apply, decide, effects, resume, retry_pause,
 };
-use crate::term::{Fence, OwnDirectory, Standing};
 use crate::{Error, Result};
 
 /// Requests taken in one turn at the most, and so committed together.
@@ -75,7 +76,6 @@ pub struct Owner {
     options: CoordinatorOptions,
     planner: Arc<dyn Planner>,
     surroundings: Surroundings,
-    fence: Arc<dyn Fence>,
     journal: Journal,
     state: State,
     effects: Vec<Effect>,
@@ -100,6 +100,7 @@ pub struct Owner {
     watchers: Watchers,
     planning: BTreeSet<JobId>,
     writing: BTreeSet<JobId>,
+    archiving: archive::Archiving,
     full_until: Option<Duration>,
     /// The term of the coordinator that has taken over.
     succeeded: Option<Term>,
@@ -125,19 +126,6 @@ impl Owner {
         planner: Arc<dyn Planner>,
         surroundings: Surroundings,
     ) -> Result<Self> {
-        Self::open_fenced(options, planner, surroundings, Arc::new(OwnDirectory))
-    }
-
-    /// The same where another coordinator may serve from another disk.
-    ///
-    /// # Errors
-    /// When the journal cannot be used or no term can be claimed.
-    pub fn open_fenced(
-        options: CoordinatorOptions,
-        planner: Arc<dyn Planner>,
-        surroundings: Surroundings,
-        fence: Arc<dyn Fence>,
-    ) -> Result<Self> {
         let mut state = State::default();
         let directory = options.data_dir.join("journal");
         let mut history = History::default();
@@ -147,7 +135,6 @@ impl Owner {
             history: &mut history,
         };
         let journal = Journal::open(disk, &directory, journal::Options::default(), &mut replayed)?;
-        let term = fence.claim(state.term(), journal.last().saturating_add(1))?;
         let known = state.workers().map(|worker| worker.id).collect::<Vec<_>>();
         // A worker has the whole of its grace to come back to a coordinator that was away itself.
         let started = surroundings.clock.elapsed();
@@ -155,7 +142,6 @@ impl Owner {
             options,
             planner,
             surroundings,
-            fence,
             journal,
             state,
             effects: Vec::new(),
@@ -175,21 +161,25 @@ impl Owner {
             watchers: Watchers::new(Term::default()),
             planning: BTreeSet::new(),
             writing: BTreeSet::new(),
+            archiving: archive::Archiving::default(),
             full_until: None,
             succeeded: None,
             stopping: false,
         };
         owner.find_trouble();
         owner
-            .decide(Command::BeginTermAt { term })
+            .decide(Command::BeginTerm)
             .map_err(|error| Error::Internal(error.to_string()))?;
         owner.journal.commit()?;
         owner.watchers = Watchers::new(owner.state.term());
         owner.effects = resume(&owner.state);
-        if owner.holds() {
-            owner.act();
-        }
+        owner.act();
         Ok(owner)
+    }
+
+    /// The last frame of the journal that is durable, for those who read along.
+    pub fn position(&self) -> Arc<AtomicU64> {
+        self.journal.position()
     }
 
     /// What the loop knows.
@@ -202,37 +192,17 @@ impl Owner {
         self.full_until.is_some()
     }
 
-    /// The last frame of the journal that is durable.
-    pub fn durable(&self) -> u64 {
-        self.journal.last()
-    }
-
-    /// Whether this coordinator may promote now: while not, [`Owner::turn`] leaves its requests waiting.
-    pub fn holds(&self) -> bool {
-        self.fence.standing(self.surroundings.clock.elapsed()) == Standing::Holds
-    }
-
     /// Whether [`Request::Stop`] was taken: no turn may follow.
     pub fn is_stopping(&self) -> bool {
         self.stopping
     }
 
     /// Takes these requests, makes what follows from them durable, and only then answers and acts.
-    /// Leaves `batch` empty, unless the term's authority does not hold: then requests wait in it for a later turn.
+    /// Leaves `batch` empty.
     ///
     /// # Errors
-    /// When the journal fails or another coordinator has taken over: nothing more may be promised, and no turn
-    /// may follow.
+    /// When the journal fails: nothing more may be promised, and no turn may follow.
     pub fn turn(&mut self, batch: &mut Vec<Request>) -> Result<()> {
-        match self.fence.standing(self.surroundings.clock.elapsed()) {
-            Standing::Holds => {}
-            Standing::Waits => {
-                self.stopping |= batch.iter().any(|request| matches!(request, Request::Stop));
-                batch.retain(|request| !matches!(request, Request::Tick));
-                return Ok(());
-            }
-            Standing::Superseded { by } => return Err(self.has_successor(by)),
-        }
         let mut ticked = false;
         for command in std::mem::take(&mut self.afterwards) {
             self.note(command);
@@ -251,11 +221,6 @@ impl Owner {
             Ok(()) => {
                 self.committed(last, began);
                 self.snapshot();
-                if !self.holds() {
-                    // What was asked is durable, but may not be promised: a later turn does, or a successor
-                    // decides without it.
-                    return Ok(());
-                }
                 if !rests && self.full_until.take().is_some() {
                     self.effects.extend(resume(&self.state));
                 }
@@ -275,15 +240,11 @@ impl Owner {
             self.stand();
         }
         match self.succeeded {
-            Some(term) => Err(self.has_successor(term.0)),
+            Some(term) => Err(Error::Succeeded {
+                own: self.state.term().0,
+                term: term.0,
+            }),
             None => Ok(()),
-        }
-    }
-
-    fn has_successor(&self, term: u64) -> Error {
-        Error::Succeeded {
-            own: self.state.term().0,
-            term,
         }
     }
 

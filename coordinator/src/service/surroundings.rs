@@ -12,6 +12,7 @@ use tokio_util::task::TaskTracker;
 
 use super::owner::Request;
 use crate::journal::disk::Disk;
+use crate::tables::Tables;
 
 /// Tells the time.
 pub trait Clock: Send + Sync + 'static {
@@ -39,6 +40,8 @@ pub struct Surroundings {
     pub beside: Arc<dyn Beside>,
     /// Where its journal lies.
     pub disk: Arc<dyn Disk>,
+    /// What is known beside the state; asked beside the loop only.
+    pub tables: Tables,
     /// URL of the artifact store, as workers are told.
     pub store: String,
 }

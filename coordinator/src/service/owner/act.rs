@@ -29,7 +29,7 @@ impl Owner {
                     let term = self.state.term().0;
                     self.send(worker, Message::Restart(v1::Restart { reason, term }));
                 }
-                // No archive is kept yet: ended jobs stay in the state.
+                // A job that ended can be looked at and retried until there are too many: see `archive`.
                 Effect::Archive { .. } => {}
                 Effect::Plan { job } => self.plan(job),
                 Effect::WriteOutcome { job } => self.write_outcome(job),

@@ -87,9 +87,12 @@ impl Owner {
                 self.note(Command::PartialRemoved { job });
             }
             Request::SnapshotEnded(taken) => self.journal.snapshot_ended(taken),
+            Request::Archived { job, written } => self.archived(job, written),
+            Request::Answered => {}
             Request::Tick => {
                 self.silence();
                 self.end_late_gangs();
+                self.archive();
             }
             Request::Stop => {
                 self.stopping = true;

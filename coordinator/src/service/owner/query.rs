@@ -5,12 +5,31 @@ use tonic::Status;
 
 use super::Owner;
 use super::request::{Listing, Query, TaskListing};
-use crate::scheduler::{JobId, Stage, Task, TaskId};
+use crate::scheduler::{JobId, Stage, State, Task, TaskId};
 use crate::service::{history, view};
 
 impl Owner {
     pub(super) fn query(&mut self, query: Query) {
         match query {
+            Query::Job { job, reply } if self.is_archived(job) => {
+                let revision = self.watchers.revision(job);
+                self.ask_archive(job, reply, move |archive| {
+                    super::archive::job(archive, job, revision)
+                });
+            }
+            Query::Events { job, after, reply } if self.is_archived(job) => {
+                self.ask_archive(job, reply, move |archive| {
+                    Ok((super::archive::events(archive, after), true))
+                });
+            }
+            Query::Tasks { listing, reply } if self.is_archived(listing.job) => {
+                self.ask_archive(listing.job, reply, move |archive| {
+                    super::archive::tasks(archive, &listing)
+                });
+            }
+            Query::Task { task, reply } if self.state.task(task).is_none() => {
+                self.ask_archived_task(task, reply);
+            }
             Query::Job { job, reply } => self.later(reply, move |owner| owner.view(job)),
             Query::Jobs { listing, reply } => self.later(reply, move |owner| Ok(owner.list(&listing))),
             Query::Events { job, after, reply } => {
@@ -70,29 +89,7 @@ impl Owner {
     }
 
     fn tasks(&self, listing: &TaskListing) -> Result<(Vec<v1::TaskDetail>, Option<TaskId>), Status> {
-        let Some(job) = self.state.job(listing.job) else {
-            return Err(Status::not_found(format!("there is no {}", listing.job)));
-        };
-        let wanted = |stage: &&Stage| listing.stage.is_empty() || stage.name == listing.stage;
-        let stages = job.stages.iter().filter(wanted);
-        let after = listing.after;
-        // Ids of a stage's tasks grow, and those of a later stage are larger.
-        let ids = stages.flat_map(move |stage| {
-            let seen = stage.tasks.partition_point(|task| *task <= after);
-            stage.tasks.get(seen..).unwrap_or_default()
-        });
-        let mut page = Vec::new();
-        for task in ids.filter_map(|task| self.state.task(*task)) {
-            let state = view::task_state(task);
-            if !listing.states.is_empty() && !listing.states.contains(&state.into()) {
-                continue;
-            }
-            page.push(self.detail(task));
-            if page.len() == listing.size {
-                return Ok((page, Some(task.id)));
-            }
-        }
-        Ok((page, None))
+        page(&self.state, &|task| self.resting.contains_key(&task), listing)
     }
 
     fn task(&self, task: TaskId) -> Result<v1::TaskDetail, Status> {
@@ -136,4 +133,35 @@ impl Owner {
         let version = link.map(|link| link.build.clone()).unwrap_or_default();
         view::worker(&self.state, worker, link.is_some(), silent, version)
     }
+}
+
+/// A page of a job's tasks, and after which one the next begins.
+pub(super) fn page(
+    state: &State,
+    rests: &dyn Fn(TaskId) -> bool,
+    listing: &TaskListing,
+) -> Result<(Vec<v1::TaskDetail>, Option<TaskId>), Status> {
+    let Some(job) = state.job(listing.job) else {
+        return Err(Status::not_found(format!("there is no {}", listing.job)));
+    };
+    let wanted = |stage: &&Stage| listing.stage.is_empty() || stage.name == listing.stage;
+    let stages = job.stages.iter().filter(wanted);
+    let after = listing.after;
+    // Ids of a stage's tasks grow, and those of a later stage are larger.
+    let ids = stages.flat_map(move |stage| {
+        let seen = stage.tasks.partition_point(|task| *task <= after);
+        stage.tasks.get(seen..).unwrap_or_default()
+    });
+    let mut page = Vec::new();
+    for task in ids.filter_map(|task| state.task(*task)) {
+        let standing = view::task_state(task);
+        if !listing.states.is_empty() && !listing.states.contains(&standing.into()) {
+            continue;
+        }
+        page.push(view::detail(state, task, rests(task.id)));
+        if page.len() == listing.size {
+            return Ok((page, Some(task.id)));
+        }
+    }
+    Ok((page, None))
 }

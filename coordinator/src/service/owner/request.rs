@@ -228,6 +228,10 @@ pub enum Request {
     Removed { job: JobId, removed: Result<(), String> },
     /// A snapshot was written, or could not be.
     SnapshotEnded(Result<u64, journal::Error>),
+    /// The archive of a job was written, or could not be.
+    Archived { job: JobId, written: Result<(), String> },
+    /// A question was answered beside the loop.
+    Answered,
     /// Time has passed.
     Tick,
     /// End the loop.

@@ -1,0 +1,196 @@
+//! Ended jobs, each whole in one sealed file: what is left to look at once its tasks have left the state.
+//!
+//! An archive is durable before the journal says that the job is archived, and is never written again. One
+//! that is damaged is an error of whoever asks for it; nothing else depends on it.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::journal::disk::Disk;
+use crate::journal::{Fault, Seal};
+use crate::scheduler::{JobId, State};
+use crate::tables::{AttemptRow, EventRow, Tables};
+
+const SEAL: Seal = Seal {
+    magic: *b"ESPARCH\0",
+    version: 1,
+};
+
+/// Events that an archive holds at the most.
+const EVENTS_LIMIT: usize = 1_000_000;
+
+/// An ended job: a state that knows nothing but it, and how each of its attempts went.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Archive {
+    /// The job, its stages and its tasks with their payloads and outputs.
+    pub state: State,
+    /// As far as the tables knew them when the job was archived, by task.
+    pub attempts: Vec<AttemptRow>,
+    /// What happened to it, as far as the tables knew, the oldest first.
+    pub events: Vec<EventRow>,
+}
+
+impl Archive {
+    /// A job of this state, with what the tables know of it; none when the state does not know the job.
+    pub fn of(state: &State, job: JobId) -> Option<Self> {
+        Some(Self {
+            state: state.alone(job)?,
+            attempts: Vec::new(),
+            events: Vec::new(),
+        })
+    }
+
+    /// Adds how its attempts went and what happened, when the tables can say. Reads the disk: not for the loop.
+    #[must_use]
+    pub fn with(mut self, tables: &Tables, job: JobId) -> Self {
+        self.attempts = tables.attempts_of_job(job).unwrap_or_default();
+        self.events = tables.events(job, 0, EVENTS_LIMIT).unwrap_or_default();
+        self
+    }
+}
+
+/// What can go wrong with an archive.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Reading or writing failed.
+    #[error("cannot {action} archive {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// It is not there.
+    #[error("there is no archive of {job}: {} is missing", path.display())]
+    Missing {
+        /// Whose.
+        job: JobId,
+        /// Where it would be.
+        path: PathBuf,
+    },
+    /// It is not what was written.
+    #[error("archive {} is damaged ({what}): restore the file from the artifact store or a backup", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// Written by a newer build.
+    #[error("archive {} has schema version {found}, this build knows up to {known}: start the newer build", path.display())]
+    TooNew {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        found: u32,
+        /// The newest this build reads.
+        known: u32,
+    },
+}
+
+/// The archives of a data directory. Cheap to copy; its calls block on the disk.
+#[derive(Debug, Clone)]
+pub struct Archives {
+    disk: Arc<dyn Disk>,
+    directory: PathBuf,
+}
+
+impl Archives {
+    /// Those of this data directory.
+    pub fn new(disk: Arc<dyn Disk>, data_dir: &Path) -> Self {
+        Self {
+            disk,
+            directory: data_dir.join("archive"),
+        }
+    }
+
+    /// Where the archive of a job lies.
+    pub fn path(&self, job: JobId) -> PathBuf {
+        self.directory.join(format!("{job}.archive"))
+    }
+
+    /// Writes the archive of a job, durable when this returns.
+    ///
+    /// # Errors
+    /// When it cannot be written; then the job must not be called archived.
+    pub fn write(&self, job: JobId, archive: &Archive) -> Result<(), Error> {
+        let path = self.path(job);
+        let io_error = |action| {
+            let path = path.clone();
+            move |source| Error::Io { action, path, source }
+        };
+        let (bytes, _) = SEAL.close(job.0, archive).map_err(io_error("encode"))?;
+        self.disk
+            .create_directory(&self.directory)
+            .map_err(io_error("make room for"))?;
+        if let Some(data_dir) = self.directory.parent().filter(|above| *above != Path::new("")) {
+            self.disk
+                .sync_directory(data_dir)
+                .map_err(io_error("make room for"))?;
+        }
+        self.disk.write_whole(&path, &bytes).map_err(io_error("write"))
+    }
+
+    /// Reads the archive of a job.
+    ///
+    /// # Errors
+    /// When it is missing, damaged or too new.
+    pub fn read(&self, job: JobId) -> Result<Archive, Error> {
+        let path = self.path(job);
+        let bytes = match self.disk.read(&path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(Error::Missing { job, path });
+            }
+            Err(source) => {
+                return Err(Error::Io {
+                    action: "read",
+                    path,
+                    source,
+                });
+            }
+        };
+        let json = match SEAL.open(job.0, &bytes) {
+            Ok(json) => json,
+            Err(Fault::Damaged(what)) => {
+                let what = what.to_owned();
+                return Err(Error::Damaged { path, what });
+            }
+            Err(Fault::TooNew(found)) => {
+                let known = SEAL.version;
+                return Err(Error::TooNew { path, found, known });
+            }
+        };
+        serde_json::from_slice(&json).map_err(|error| Error::Damaged {
+            path,
+            what: format!("the job does not parse: {error}"),
+        })
+    }
+
+    /// Jobs that have an archive, the oldest first.
+    ///
+    /// # Errors
+    /// When the directory cannot be read.
+    pub fn jobs(&self) -> Result<Vec<JobId>, Error> {
+        let paths = match self.disk.list(&self.directory) {
+            Ok(paths) => paths,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(source) => {
+                return Err(Error::Io {
+                    action: "list",
+                    path: self.directory.clone(),
+                    source,
+                });
+            }
+        };
+        let job = |path: &PathBuf| path.file_name()?.to_str()?.strip_suffix(".archive")?.parse().ok();
+        let mut jobs: Vec<JobId> = paths.iter().filter_map(job).collect();
+        jobs.sort();
+        Ok(jobs)
+    }
+}

@@ -1,0 +1,121 @@
+//! Finding out what is wrong, changing nothing.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::Report;
+use crate::archive::Archives;
+use crate::journal::disk::{Disk, SystemDisk};
+use crate::journal::{self, Fold};
+use crate::lock::DirectoryLock;
+use crate::scheduler::State;
+use crate::{Error, Result, tables};
+
+/// Looks at everything in a data directory that no coordinator runs on. Changes nothing.
+///
+/// # Errors
+/// When the directory is missing, in use, or cannot be read. What is damaged is a finding, not an error.
+pub fn check(data_dir: &Path) -> Result<Report> {
+    let _lock = DirectoryLock::of_existing(data_dir)?;
+    check_on(&(Arc::new(SystemDisk) as Arc<dyn Disk>), data_dir)
+}
+
+/// The same on another disk; whoever calls sees to it that nobody else uses the directory.
+///
+/// # Errors
+/// As [`check`].
+pub fn check_on(disk: &Arc<dyn Disk>, data_dir: &Path) -> Result<Report> {
+    let mut report = Report::of(data_dir);
+    let directory = data_dir.join("journal");
+    if disk.list(&directory).is_err() {
+        // A coordinator begins one.
+        report.starts = true;
+    } else {
+        check_start(disk.as_ref(), &directory, &mut report)?;
+        check_snapshots(disk.as_ref(), &directory, &mut report)?;
+        check_frames(disk.as_ref(), &directory, &mut report)?;
+    }
+    check_archives(disk, data_dir, &mut report)?;
+    if let Err(problem) = tables::probe(data_dir) {
+        let problem = format!("{problem}: they are set aside and built anew at the next start");
+        report.find(&data_dir.join(tables::DIRECTORY), problem, false);
+    }
+    report.findings.sort_by_key(|finding| !finding.fatal);
+    Ok(report)
+}
+
+fn check_start(disk: &dyn Disk, directory: &Path, report: &mut Report) -> Result<()> {
+    match journal::read(disk, directory, &mut State::default()) {
+        Ok(found) => {
+            report.starts = true;
+            report.last_frame = found.end.next.saturating_sub(1);
+            if found.end.torn > 0 {
+                let path = found.end.last.as_deref().unwrap_or(directory);
+                let problem = format!(
+                    "ends with {} bytes of a commit that never ended: they are cut at the next start",
+                    found.end.torn
+                );
+                report.find(path, problem, false);
+            }
+            Ok(())
+        }
+        Err(error @ journal::Error::Io { .. }) => Err(error.into()),
+        Err(error) => {
+            let path = match &error {
+                journal::Error::Damaged { path, .. } | journal::Error::TooNew { path, .. } => path,
+                _ => directory,
+            };
+            report.find(path, error.to_string(), true);
+            Ok(())
+        }
+    }
+}
+
+fn check_snapshots(disk: &dyn Disk, directory: &Path, report: &mut Report) -> Result<()> {
+    for (sequence, path) in journal::snapshots(disk, directory)? {
+        let parsed =
+            journal::read_snapshot(disk, &path, sequence).map(|json| State::default().restore(&json));
+        match parsed {
+            Ok(Ok(())) => report.snapshots = report.snapshots.saturating_add(1),
+            Ok(Err(what)) => report.find(&path, format!("the state in it does not parse: {what}"), false),
+            Err(error @ journal::Error::Io { .. }) => return Err(error.into()),
+            Err(error) => report.find(&path, error.to_string(), false),
+        }
+    }
+    Ok(())
+}
+
+/// Looks at frames that a start would not read, too: an older snapshot may need them one day.
+fn check_frames(disk: &dyn Disk, directory: &Path, report: &mut Report) -> Result<()> {
+    let segments = journal::segments(disk, directory)?;
+    report.segments = segments.len();
+    let before = segments.first().map_or(0, |(first, _)| first.saturating_sub(1));
+    match journal::read_frames(disk, directory, before, &mut |_, _| Ok(())) {
+        Ok(_) => {}
+        Err(error @ journal::Error::Io { .. }) => return Err(error.into()),
+        Err(error) => {
+            let problem = error.to_string();
+            let known = report.findings.iter().any(|finding| finding.problem == problem);
+            if let (journal::Error::Damaged { path, .. } | journal::Error::TooNew { path, .. }, false) =
+                (&error, known)
+            {
+                report.find(path, problem, false);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn check_archives(disk: &Arc<dyn Disk>, data_dir: &Path, report: &mut Report) -> Result<()> {
+    let archives = Archives::new(Arc::clone(disk), data_dir);
+    let jobs = archives
+        .jobs()
+        .map_err(|error| Error::Internal(error.to_string()))?;
+    for job in jobs {
+        match archives.read(job) {
+            Ok(_) => report.archives = report.archives.saturating_add(1),
+            Err(error) => report.find(&archives.path(job), error.to_string(), false),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,161 @@
+//! What the tables hold. Stored as JSON: add fields with defaults, or raise the schema.
+
+use espalier_proto::task::ArtifactId;
+use espalier_search::{CostKey, CostRow, Score};
+use serde::{Deserialize, Serialize};
+
+use crate::scheduler::{AttemptId, JobId, TaskId};
+
+/// A task of a job that is not archived.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TaskRow {
+    /// Its id.
+    pub task: TaskId,
+    /// Its job.
+    pub job: JobId,
+    /// Its stage.
+    pub stage: String,
+    /// Its executor.
+    pub kind: String,
+    /// Names it within its stage.
+    pub name: String,
+    /// Where it stands.
+    pub standing: TaskStanding,
+}
+
+/// Where a task stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TaskStanding {
+    /// For a device.
+    Waiting,
+    /// On one, or several.
+    Running,
+    /// It ended well.
+    Done,
+    /// It failed for good.
+    Failed,
+    /// Its job ended before it did.
+    Abandoned,
+}
+
+/// One try at a task, or at a rank of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AttemptRow {
+    /// Its id.
+    pub attempt: AttemptId,
+    /// Its task.
+    pub task: TaskId,
+    /// The worker's name.
+    pub worker: String,
+    /// The device of that worker.
+    pub device: String,
+    /// Milliseconds since 1970.
+    pub started_unix_ms: i64,
+    /// The same, when it ended; none while it runs, or when nobody noted it.
+    pub ended_unix_ms: Option<i64>,
+    /// How it went.
+    pub outcome: AttemptOutcome,
+    /// Why it failed; one line, empty otherwise.
+    pub message: String,
+}
+
+/// How an attempt went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AttemptOutcome {
+    /// It still runs.
+    Running,
+    /// It ended well.
+    Completed,
+    /// It failed.
+    Failed,
+    /// It went down with its worker.
+    Lost,
+    /// Its worker gave it up by itself.
+    HandedBack,
+    /// It was told to stop.
+    Stopped,
+}
+
+impl AttemptOutcome {
+    /// One word.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Running => "running",
+            Self::Completed => "completed",
+            Self::Failed => "failed",
+            Self::Lost => "lost",
+            Self::HandedBack => "handed_back",
+            Self::Stopped => "stopped",
+        }
+    }
+}
+
+/// Something that happened to a job.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EventRow {
+    /// The journal's frame that says so.
+    pub frame: u64,
+    /// Milliseconds since 1970; 0 when nobody noted it.
+    pub unix_ms: i64,
+    /// The journal's own word: `attempt_started`.
+    pub kind: String,
+    /// The task it was about; 0 for none.
+    pub task: u64,
+    /// The attempt; 0 for none.
+    pub attempt: u64,
+    /// The worker's name; empty for none.
+    pub worker: String,
+    /// One line for people.
+    pub message: String,
+}
+
+/// A measured row of a cost table.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CostEntry {
+    /// The task that measured it.
+    pub task: TaskId,
+    /// What it is true for.
+    pub key: CostKey,
+    /// What was measured.
+    pub row: CostRow,
+}
+
+/// A score.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ScoreEntry {
+    /// The task that found it.
+    pub task: TaskId,
+    /// What was found.
+    pub score: Score,
+}
+
+/// Importance sums of one shard.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImportanceRow {
+    /// The task that summed them.
+    pub task: TaskId,
+    /// Where they lie.
+    pub artifact: ArtifactId,
+}
+
+/// What was decided before a stage.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DecisionRow {
+    /// The stage.
+    pub stage: String,
+    /// One line for people.
+    pub note: String,
+    /// JSON of the decision.
+    pub decision: String,
+}
+
+/// Tasks of an archived job that follow each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ArchivedRange {
+    /// The last of them.
+    pub last: TaskId,
+    /// Their job.
+    pub job: JobId,
+}
