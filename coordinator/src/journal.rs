@@ -14,13 +14,13 @@
 
 pub mod disk;
 mod follow;
-mod frame;
+pub(crate) mod frame;
 #[cfg(feature = "planted-bugs")]
 pub mod planted;
 mod replay;
 mod sealed;
-mod segment;
-mod snapshot;
+pub(crate) mod segment;
+pub(crate) mod snapshot;
 #[cfg(test)]
 mod tests;
 mod writer;

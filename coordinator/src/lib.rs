@@ -19,8 +19,10 @@ pub mod pipeline;
 pub mod report;
 pub mod scheduler;
 pub mod service;
+pub mod shipping;
 pub mod spec;
 pub mod tables;
+pub mod term;
 pub mod trace;
 
 pub use error::{Error, Result};

@@ -41,7 +41,10 @@ use crate::journal::disk::SystemDisk;
 use crate::lock::DirectoryLock;
 use crate::logs::{self, Logs};
 use crate::metrics::Metrics;
+use crate::shipping::{self, SHIP_INTERVAL};
 use crate::tables::Tables;
+use crate::term::claims::store_error;
+use crate::term::{Fence, OwnDirectory, TERM_LEASE};
 use crate::{Error, Result, http};
 pub use adapter::PipelinePlanner;
 use owner::{BATCH, Owner, Request, TICK};
@@ -51,6 +54,8 @@ use surroundings::{BlockingThreads, Surroundings, SystemClock};
 /// Requests that may wait for the loop.
 const REQUESTS: usize = 2048;
 const BETWEEN_HEALTH_REPORTS: Duration = Duration::from_secs(1);
+/// How long a stop waits for room in the loop's inbox.
+const STOP_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How a coordinator runs.
 #[derive(Debug, Clone)]
@@ -61,6 +66,14 @@ pub struct CoordinatorOptions {
     pub data_dir: PathBuf,
     /// Where artifacts lie: a directory or a URL that workers can reach too. Default: `artifacts` in `data_dir`.
     pub store: Option<String>,
+    /// Names the coordinators that follow one another on one store. Only with a `store`: that is where the journal
+    /// is shipped and terms are claimed. Default: `espalier`.
+    pub cluster: String,
+    /// How often the journal is shipped to the store: what losing the disk can cost. Default: 5 s.
+    pub ship_interval: Duration,
+    /// How long a coordinator may promote after it last saw that no other had taken over. The same for all of a
+    /// cluster. Default: 10 s.
+    pub term_lease: Duration,
     /// Workers are asked for a heartbeat this often. Default: 2 s.
     pub heartbeat_interval: Duration,
     /// Silence after which a worker's tasks are handed on. Default: 30 s.
@@ -76,6 +89,9 @@ impl CoordinatorOptions {
             listen: SocketAddr::from(([127, 0, 0, 1], 7474)),
             data_dir: data_dir.into(),
             store: None,
+            cluster: "espalier".to_owned(),
+            ship_interval: SHIP_INTERVAL,
+            term_lease: TERM_LEASE,
             heartbeat_interval: Duration::from_secs(2),
             worker_lost: Duration::from_secs(30),
             orphan_grace: Duration::from_secs(30 * 60),
@@ -118,6 +134,12 @@ impl Coordinator {
         let tasks = TaskTracker::new();
         let (failure, failed) = signal::channel(None);
         let metrics = Metrics::default();
+        let clock = Arc::new(SystemClock::default());
+        let shipping = prepare_shipping(&options, Arc::clone(&clock)).await?;
+        let fence: Arc<dyn Fence> = match &shipping {
+            Some(prepared) => Arc::clone(&prepared.keeper) as Arc<dyn Fence>,
+            None => Arc::new(OwnDirectory),
+        };
         let tables = Tables::default();
         let (opened, logs, log_writer) = {
             let own_tables = tables.clone();
@@ -128,7 +150,7 @@ impl Coordinator {
             };
             let open = move || {
                 let surroundings = Surroundings {
-                    clock: Arc::new(SystemClock::default()),
+                    clock,
                     beside: Arc::new(beside),
                     disk: Arc::new(SystemDisk),
                     tables: own_tables,
@@ -141,7 +163,7 @@ impl Coordinator {
                     path: directory,
                     source,
                 })?;
-                let owner = Owner::open(options, planner, surroundings)?;
+                let owner = Owner::open_fenced(options, planner, surroundings, fence)?;
                 Ok::<_, Error>((owner, logs, writer))
             };
             tokio::task::spawn_blocking(open)
@@ -153,11 +175,19 @@ impl Coordinator {
             .map_err(|error| Error::Internal(format!("the tables' thread cannot be started: {error}")))?;
         let opened = opened.seen_by(metrics.clone(), logs.clone());
         let vitals = http::Vitals::default();
+        let progress = shipping::Progress::default();
+        progress.durable(opened.durable());
+        if let Some(prepared) = shipping {
+            prepared.settled()?;
+            let shipper = prepared.shipper(opened.state().term().0, progress.clone(), metrics.clone());
+            tasks.spawn(shipper.run(stop.clone()));
+            tasks.spawn(prepared.keeper.keep(stop.clone()));
+        }
         let owner = thread::Builder::new().name("espalier-owner".to_owned()).spawn({
             let (stop, vitals, metrics) = (stop.clone(), vitals.clone(), metrics.clone());
             move || {
                 let _lock = lock;
-                let ended = run(opened, inbox, &vitals, &metrics);
+                let ended = run(opened, inbox, &vitals, &metrics, &progress, &stop);
                 if let Err(error) = ended {
                     tracing::error!(%error, "the coordinator stops");
                     failure.send_replace(Some(error.to_string()));
@@ -242,10 +272,10 @@ impl Handle {
         let deadline = Instant::now() + deadline;
         let late = |_| Error::Internal("the coordinator did not stop in time".to_owned());
         self.tasks.close();
-        // The loop may be gone already, having failed.
-        let _ = timeout_at(deadline, self.requests.send(Request::Stop))
-            .await
-            .map_err(late)?;
+        // The loop may be gone already, having failed, or its inbox full, waiting for authority: then it sees
+        // the token.
+        let patience = deadline.min(Instant::now() + STOP_PATIENCE);
+        let _ = timeout_at(patience, self.requests.send(Request::Stop)).await;
         self.stop.cancel();
         let mut server = self.server;
         if timeout_at(deadline, &mut server).await.is_err() {
@@ -270,20 +300,53 @@ fn store_url(options: &CoordinatorOptions) -> Result<String> {
         .map_err(|error| Error::Invalid(format!("store: {error}")))
 }
 
+/// Makes ready to ship and to claim a term, where a store is given; one inside the data directory would be lost
+/// with it.
+async fn prepare_shipping(
+    options: &CoordinatorOptions,
+    clock: Arc<SystemClock>,
+) -> Result<Option<shipping::Prepared>> {
+    let Some(location) = &options.store else {
+        return Ok(None);
+    };
+    let store = espalier_artifact::ArtifactStore::open(location).map_err(store_error)?;
+    let shipping = shipping::Options {
+        data_dir: options.data_dir.clone(),
+        cluster: options.cluster.clone(),
+        interval: options.ship_interval,
+        lease: options.term_lease,
+    };
+    shipping::prepare(&store, shipping, clock).await.map(Some)
+}
+
 /// Gives the loop its turns until it is told to stop.
 fn run(
     mut owner: Owner,
     mut inbox: mpsc::Receiver<Request>,
     vitals: &http::Vitals,
     metrics: &Metrics,
+    progress: &shipping::Progress,
+    stop: &CancellationToken,
 ) -> Result<()> {
     vitals.replayed();
     let mut batch = Vec::with_capacity(BATCH);
-    while !owner.is_stopping() && inbox.blocking_recv_many(&mut batch, BATCH) > 0 {
+    while !owner.is_stopping() {
+        // Without authority requests stay in the batch; when it is full of them the inbox has to wait.
+        let room = BATCH.saturating_sub(batch.len());
+        if room == 0 {
+            thread::sleep(TICK);
+            if stop.is_cancelled() {
+                break;
+            }
+        } else if inbox.blocking_recv_many(&mut batch, room) == 0 {
+            break;
+        }
         owner.turn(&mut batch)?;
         vitals.turned();
         vitals.set_disk_full(owner.is_full());
         metrics.set_disk_full(owner.is_full());
+        vitals.set_authority(owner.holds());
+        progress.durable(owner.durable());
     }
     inbox.close();
     Ok(())

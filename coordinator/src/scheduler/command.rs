@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use espalier_proto::task::Failure;
 
-use super::{DeviceInfo, Epoch, JobId, Lease, Needs, Payload, TaskId, WorkerId};
+use super::{DeviceInfo, Epoch, JobId, Lease, Needs, Payload, TaskId, Term, WorkerId};
 
 /// The time a decision is made at. Wall clock, for display only: no decision hangs on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,6 +62,11 @@ pub struct Introduction {
 pub enum Command {
     /// A coordinator starts on this state.
     BeginTerm,
+    /// The same with a term that was claimed, which is above every other.
+    BeginTermAt {
+        /// The term.
+        term: Term,
+    },
     /// A user submits a job.
     Submit {
         /// So that a submission sent twice runs once.

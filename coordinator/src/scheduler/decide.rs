@@ -17,6 +17,11 @@ pub fn decide(state: &State, command: Command, now: Now) -> Decision {
         Command::BeginTerm => Ok(vec![Event::TermBegan {
             term: state.term.next(),
         }]),
+        Command::BeginTermAt { term } if term > state.term => Ok(vec![Event::TermBegan { term }]),
+        Command::BeginTermAt { term } => Err(Rejection::Invalid(format!(
+            "term {} cannot begin after term {}",
+            term.0, state.term.0
+        ))),
         command @ (Command::Submit { .. }
         | Command::Cancel { .. }
         | Command::Pause { .. }

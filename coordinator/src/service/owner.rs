@@ -42,6 +42,7 @@ use crate::scheduler::{
     AttemptId, Command, Effect, Epoch, Event, Failures, JobId, Now, Rejection, State, Task, TaskId,
     TaskPhase, Term, WorkerId, apply, decide, effects, resume, retry_pause,
 };
+use crate::term::{Fence, OwnDirectory, Standing};
 use crate::{Error, Result};
 
 /// Requests taken in one turn at the most, and so committed together.
@@ -76,6 +77,7 @@ pub struct Owner {
     options: CoordinatorOptions,
     planner: Arc<dyn Planner>,
     surroundings: Surroundings,
+    fence: Arc<dyn Fence>,
     journal: Journal,
     state: State,
     effects: Vec<Effect>,
@@ -126,6 +128,19 @@ impl Owner {
         planner: Arc<dyn Planner>,
         surroundings: Surroundings,
     ) -> Result<Self> {
+        Self::open_fenced(options, planner, surroundings, Arc::new(OwnDirectory))
+    }
+
+    /// The same where another coordinator may serve from another disk.
+    ///
+    /// # Errors
+    /// When the journal cannot be used or no term can be claimed.
+    pub fn open_fenced(
+        options: CoordinatorOptions,
+        planner: Arc<dyn Planner>,
+        surroundings: Surroundings,
+        fence: Arc<dyn Fence>,
+    ) -> Result<Self> {
         let mut state = State::default();
         let directory = options.data_dir.join("journal");
         let mut history = History::default();
@@ -135,6 +150,7 @@ impl Owner {
             history: &mut history,
         };
         let journal = Journal::open(disk, &directory, journal::Options::default(), &mut replayed)?;
+        let term = fence.claim(state.term(), journal.last().saturating_add(1))?;
         let known = state.workers().map(|worker| worker.id).collect::<Vec<_>>();
         // A worker has the whole of its grace to come back to a coordinator that was away itself.
         let started = surroundings.clock.elapsed();
@@ -142,6 +158,7 @@ impl Owner {
             options,
             planner,
             surroundings,
+            fence,
             journal,
             state,
             effects: Vec::new(),
@@ -168,12 +185,14 @@ impl Owner {
         };
         owner.find_trouble();
         owner
-            .decide(Command::BeginTerm)
+            .decide(Command::BeginTermAt { term })
             .map_err(|error| Error::Internal(error.to_string()))?;
         owner.journal.commit()?;
         owner.watchers = Watchers::new(owner.state.term());
         owner.effects = resume(&owner.state);
-        owner.act();
+        if owner.holds() {
+            owner.act();
+        }
         Ok(owner)
     }
 
@@ -192,17 +211,37 @@ impl Owner {
         self.full_until.is_some()
     }
 
+    /// The last frame of the journal that is durable.
+    pub fn durable(&self) -> u64 {
+        self.journal.last()
+    }
+
+    /// Whether this coordinator may promote now: while not, [`Owner::turn`] leaves its requests waiting.
+    pub fn holds(&self) -> bool {
+        self.fence.standing(self.surroundings.clock.elapsed()) == Standing::Holds
+    }
+
     /// Whether [`Request::Stop`] was taken: no turn may follow.
     pub fn is_stopping(&self) -> bool {
         self.stopping
     }
 
     /// Takes these requests, makes what follows from them durable, and only then answers and acts.
-    /// Leaves `batch` empty.
+    /// Leaves `batch` empty, unless the term's authority does not hold: then requests wait in it for a later turn.
     ///
     /// # Errors
-    /// When the journal fails: nothing more may be promised, and no turn may follow.
+    /// When the journal fails or another coordinator has taken over: nothing more may be promised, and no turn
+    /// may follow.
     pub fn turn(&mut self, batch: &mut Vec<Request>) -> Result<()> {
+        match self.fence.standing(self.surroundings.clock.elapsed()) {
+            Standing::Holds => {}
+            Standing::Waits => {
+                self.stopping |= batch.iter().any(|request| matches!(request, Request::Stop));
+                batch.retain(|request| !matches!(request, Request::Tick));
+                return Ok(());
+            }
+            Standing::Superseded { by } => return Err(self.has_successor(by)),
+        }
         let mut ticked = false;
         for command in std::mem::take(&mut self.afterwards) {
             self.note(command);
@@ -221,6 +260,11 @@ impl Owner {
             Ok(()) => {
                 self.committed(last, began);
                 self.snapshot();
+                if !self.holds() {
+                    // What was asked is durable, but may not be promised: a later turn does, or a successor
+                    // decides without it.
+                    return Ok(());
+                }
                 if !rests && self.full_until.take().is_some() {
                     self.effects.extend(resume(&self.state));
                 }
@@ -240,11 +284,15 @@ impl Owner {
             self.stand();
         }
         match self.succeeded {
-            Some(term) => Err(Error::Succeeded {
-                own: self.state.term().0,
-                term: term.0,
-            }),
+            Some(term) => Err(self.has_successor(term.0)),
             None => Ok(()),
+        }
+    }
+
+    fn has_successor(&self, term: u64) -> Error {
+        Error::Succeeded {
+            own: self.state.term().0,
+            term,
         }
     }
 
