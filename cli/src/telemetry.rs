@@ -30,7 +30,7 @@ const ENDPOINTS: [&str; 2] = [
     "OTEL_EXPORTER_OTLP_ENDPOINT",
 ];
 /// A span waits no longer before it is sent: a child may be killed at any time.
-const DELAY: Duration = Duration::from_millis(200);
+const DELAY: Duration = Duration::from_millis(50);
 /// How long the collector may take over a batch.
 const EXPORT: Duration = Duration::from_secs(3);
 /// How long the end of the process may wait for the last spans.

@@ -9,8 +9,9 @@ mod labels;
 #[cfg(test)]
 mod tests;
 
-use std::sync::Arc;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use prometheus_client::registry::Registry;
@@ -57,7 +58,7 @@ struct Counters {
     running: AtomicU64,
     workers: [AtomicU64; labels::WORKER_STATES.len()],
     watchers: AtomicU64,
-    journal_bytes: AtomicU64,
+    journal: OnceLock<PathBuf>,
     /// Milliseconds since 1970; 0 for none.
     snapshot_at: AtomicU64,
     /// Milliseconds that the artifact store is behind the journal; `u64::MAX` when nothing is shipped.
@@ -79,7 +80,7 @@ impl Default for Metrics {
             running: zero(),
             workers: std::array::from_fn(|_| zero()),
             watchers: zero(),
-            journal_bytes: zero(),
+            journal: OnceLock::new(),
             snapshot_at: zero(),
             ship_lag: AtomicU64::new(u64::MAX),
             disk_full: zero(),
@@ -183,9 +184,10 @@ impl Metrics {
         }
     }
 
-    /// Bytes of the journal's segments and snapshots on disk.
-    pub fn set_journal_bytes(&self, bytes: u64) {
-        self.0.journal_bytes.store(bytes, Ordering::Relaxed);
+    /// The journal lies in this directory: how much that takes is looked up whenever somebody asks.
+    pub fn journal_lies_in(&self, directory: PathBuf) {
+        // Said once, at the start.
+        let _ = self.0.journal.set(directory);
     }
 
     /// A snapshot was written at this moment, milliseconds since 1970.

@@ -134,6 +134,7 @@ impl Coordinator {
         let tasks = TaskTracker::new();
         let (failure, failed) = signal::channel(None);
         let metrics = Metrics::default();
+        metrics.journal_lies_in(options.data_dir.join("journal"));
         let clock = Arc::new(SystemClock::default());
         let shipping = prepare_shipping(&options, Arc::clone(&clock)).await?;
         let fence: Arc<dyn Fence> = match &shipping {

@@ -4,12 +4,19 @@
 mod common;
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use common::{DEADLINE, Place, client};
+use espalier_coordinator::{Coordinator, CoordinatorOptions};
+use espalier_proto::task::FailureKind;
+use espalier_proto::v1::tasks_client::TasksClient;
+use espalier_proto::v1::worker_message::Message;
+use espalier_proto::v1::{Log, TaskLogsRequest};
+
+use common::{Crowd, DEADLINE, FakeWorker, Place, acknowledged, client, end_of, run_one};
 
 /// The status and body of a page.
 async fn page(address: SocketAddr, path: &str) -> (u16, String) {
@@ -64,4 +71,143 @@ async fn a_client_that_says_nothing_does_not_hold_up_the_end() {
     coordinator.shutdown(DEADLINE).await.unwrap();
     assert!(asked.elapsed() < Duration::from_secs(15), "{:?}", asked.elapsed());
     drop((silent, halting, half_open));
+}
+
+/// The text between the quotes of every label.
+fn label_values(text: &str) -> Vec<&str> {
+    let samples = text.lines().filter(|line| !line.starts_with('#'));
+    let labels = samples.filter_map(|line| line.split_once('{')?.1.split_once('}'));
+    labels
+        .flat_map(|(labels, _)| labels.split('"').skip(1).step_by(2))
+        .collect()
+}
+
+#[tokio::test]
+async fn a_job_of_ten_thousand_tasks_answers_small() {
+    let place = Place::new();
+    let mut options = CoordinatorOptions::new(place.directory.path().join("data"));
+    options.listen = "127.0.0.1:0".parse().unwrap();
+    let coordinator = Coordinator::start_with(options, Arc::new(Crowd(10_000)))
+        .await
+        .unwrap();
+    let address = coordinator.address();
+    let (job, _) = client(&coordinator).await.submit(place.spec(), "").await.unwrap();
+    let path = format!("/api/v1/jobs/{}", job.id);
+    let began = Instant::now();
+    while !page(address, &path).await.1.contains(r#""tasks":10000"#) {
+        assert!(began.elapsed() < DEADLINE, "the stage is not planned");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    for path in ["/".to_owned(), path.clone(), "/metrics".to_owned()] {
+        let (status, body) = page(address, &path).await;
+        assert!(
+            status == 200 && body.len() < 64 << 10,
+            "{path}: {status}, {} bytes",
+            body.len()
+        );
+    }
+    let (mut seen, mut token) = (0, String::new());
+    loop {
+        let (_, body) = page(
+            address,
+            &format!("{path}/tasks?page_size=1000&page_token={token}"),
+        )
+        .await;
+        assert!(body.len() < 512 << 10, "{} bytes", body.len());
+        let tasks: serde_json::Value = serde_json::from_str(&body).unwrap();
+        seen += tasks["tasks"].as_array().unwrap().len();
+        token = tasks["next_page_token"].as_str().unwrap().to_owned();
+        if token.is_empty() {
+            break;
+        }
+    }
+    assert_eq!(seen, 10_000);
+    let (_, none) = page(address, &format!("{path}/tasks?state=failed")).await;
+    assert_eq!(none, r#"{"next_page_token":"","tasks":[]}"#);
+    coordinator.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test]
+async fn metrics_never_carry_ids() {
+    let place = Place::new();
+    let coordinator = place.coordinator().await;
+    let (job, _) = client(&coordinator).await.submit(place.spec(), "").await.unwrap();
+    let mut worker = FakeWorker::connect(&coordinator, "node-17", 1, Vec::new()).await;
+    for _ in 0..3 {
+        run_one(&mut worker).await;
+    }
+    end_of(&coordinator, &job.id).await;
+    let (status, text) = page(coordinator.address(), "/metrics").await;
+    assert_eq!(status, 200);
+    assert!(
+        text.contains(r#"espalier_tasks_total{state="completed",kind="score"} 2"#),
+        "{text}"
+    );
+    assert!(text.contains(r#"espalier_task_duration_seconds_count{kind="sort"} 1"#));
+    assert!(text.contains("espalier_journal_fsync_seconds_count"));
+    for value in label_values(&text) {
+        let is_bound = value.parse::<f64>().is_ok() || value == "+Inf";
+        let is_word = value
+            .chars()
+            .all(|letter| letter.is_ascii_lowercase() || letter == '_');
+        assert!(
+            is_bound || is_word || value == env!("CARGO_PKG_VERSION"),
+            "label `{value}`"
+        );
+    }
+    assert!(!text.contains("node-17") && !text.contains(&job.id));
+    let (_, html) = page(coordinator.address(), "/").await;
+    assert!(html.contains("node-17") && html.contains(&job.id));
+    coordinator.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test]
+async fn logs_outlive_their_worker() {
+    let place = Place::new();
+    let coordinator = place.coordinator().await;
+    client(&coordinator).await.submit(place.spec(), "").await.unwrap();
+    let mut worker = FakeWorker::connect(&coordinator, "doomed", 1, Vec::new()).await;
+    let assign = worker.assignment().await;
+    let trace: Vec<&str> = assign.traceparent.split('-').collect();
+    assert_eq!(
+        trace.iter().map(|part| part.len()).collect::<Vec<_>>(),
+        [2, 32, 16, 2]
+    );
+    let lines = vec![
+        "step 1".to_owned(),
+        "cuda error: \u{1b}[31mout of memory".to_owned(),
+    ];
+    let log = Log {
+        lease: assign.lease,
+        lines,
+        ..Log::default()
+    };
+    worker.say(Message::Log(log)).await;
+    let lease = assign.lease.unwrap();
+    worker.fail(lease, FailureKind::Crashed, "killed").await;
+    assert_eq!(acknowledged(&mut worker).await, lease);
+    drop(worker);
+    coordinator.shutdown(DEADLINE).await.unwrap();
+
+    let coordinator = place.coordinator().await;
+    let mut tasks = TasksClient::new(
+        tonic::transport::Channel::from_shared(coordinator.endpoint())
+            .unwrap()
+            .connect()
+            .await
+            .unwrap(),
+    );
+    let request = TaskLogsRequest {
+        task_id: assign.task_id,
+        attempt: lease.attempt,
+        ..TaskLogsRequest::default()
+    };
+    let mut stream = tasks.logs(request).await.unwrap().into_inner();
+    let message = stream.message().await.unwrap().expect("a log");
+    assert_eq!(message.attempt, lease.attempt);
+    assert_eq!(message.lines.len(), 2);
+    assert!(message.lines[0].ends_with("Z step 1"), "{:?}", message.lines);
+    assert!(message.lines[1].ends_with(r"cuda error: \u{1b}[31mout of memory"));
+    assert!(!message.lagged && stream.message().await.unwrap().is_none());
+    coordinator.shutdown(DEADLINE).await.unwrap();
 }

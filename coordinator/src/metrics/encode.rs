@@ -1,6 +1,7 @@
 //! The counters as OpenMetrics: names, help, base units.
 
 use std::fmt::Error;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -114,15 +115,11 @@ fn journal(encoder: &mut DescriptorEncoder<'_>, counters: &Counters) -> Result<(
     let help = "How long it took to make a batch of the journal durable";
     let name = "espalier_journal_fsync";
     histogram(encoder, name, help, &counters.fsync)?;
-    let help = "The journal's segments and snapshots on disk";
-    let bytes = Some(&Unit::Bytes);
-    gauge(
-        encoder,
-        "espalier_journal",
-        help,
-        bytes,
-        read(&counters.journal_bytes),
-    )?;
+    if let Some(directory) = counters.journal.get() {
+        let help = "The journal's segments and snapshots on disk";
+        let bytes = bytes_in(directory);
+        gauge(encoder, "espalier_journal", help, Some(&Unit::Bytes), bytes)?;
+    }
     let help = "Whether the journal's disk is full, so that nothing new is taken";
     gauge(
         encoder,
@@ -202,6 +199,13 @@ fn read(counter: &AtomicU64) -> u64 {
 fn unix_ms() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// What the files of a directory take together.
+fn bytes_in(directory: &Path) -> u64 {
+    let files = std::fs::read_dir(directory).into_iter().flatten();
+    let sizes = files.filter_map(|file| file.ok()?.metadata().ok());
+    sizes.map(|file| file.len()).fold(0, u64::saturating_add)
 }
 
 /// Memory of this process, where the system tells.

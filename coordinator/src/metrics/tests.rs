@@ -24,7 +24,9 @@ fn what_is_counted_is_written_under_its_conventional_name() {
         workers_away: 2,
         ..Standings::default()
     });
-    metrics.set_journal_bytes(4096);
+    let journal = tempfile::tempdir().unwrap();
+    std::fs::write(journal.path().join("journal-1.log"), [0; 4096]).unwrap();
+    metrics.journal_lies_in(journal.path().to_owned());
     let text = metrics.text();
     assert_eq!(
         value(&text, r#"espalier_tasks_total{state="completed",kind="score"}"#),

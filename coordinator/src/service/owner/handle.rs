@@ -86,7 +86,12 @@ impl Owner {
                 }
                 self.note(Command::PartialRemoved { job });
             }
-            Request::SnapshotEnded(taken) => self.journal.snapshot_ended(taken),
+            Request::SnapshotEnded(taken) => {
+                if taken.is_ok() {
+                    self.metrics.snapshot_written(self.now().unix_ms);
+                }
+                self.journal.snapshot_ended(taken);
+            }
             Request::Archived { job, written } => self.archived(job, written),
             Request::Answered => {}
             Request::Tick => {
