@@ -13,7 +13,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub(crate) use remote::*;
-use values::{duration, threads};
+use values::{duration, interval, threads};
 
 /// Fits a language model to a measured limit: prunes it, distils it, and proves the result by measuring.
 #[derive(Debug, Parser)]
@@ -97,11 +97,26 @@ pub(crate) struct Coordinator {
     /// Artifact store that every worker can reach: a directory or a URL. Default: `artifacts` in the data directory.
     #[arg(long, env = "ESPALIER_STORE", value_name = "URL")]
     pub store: Option<String>,
+    /// Names the coordinators that follow one another on one store; where they ship the journal and claim terms.
+    #[arg(
+        long,
+        env = "ESPALIER_CLUSTER",
+        default_value = "espalier",
+        value_name = "NAME"
+    )]
+    pub cluster: String,
+    /// The journal is shipped to the store this often: the most that losing this machine's disk can cost.
+    #[arg(long, env = "ESPALIER_SHIP_INTERVAL", default_value = "5s", value_parser = interval)]
+    pub ship_interval: Duration,
+    /// How long a coordinator may go on promoting after it last saw that no other had taken over; the same in all
+    /// of a cluster.
+    #[arg(long, env = "ESPALIER_TERM_LEASE", default_value = "10s", value_parser = interval)]
+    pub term_lease: Duration,
     /// Workers are asked for a sign of life this often.
-    #[arg(long, env = "ESPALIER_HEARTBEAT", default_value = "2s", value_parser = duration)]
+    #[arg(long, env = "ESPALIER_HEARTBEAT", default_value = "2s", value_parser = interval)]
     pub heartbeat_interval: Duration,
     /// Silence after which a worker is given up and its tasks are handed on.
-    #[arg(long, env = "ESPALIER_WORKER_LOST", default_value = "30s", value_parser = duration)]
+    #[arg(long, env = "ESPALIER_WORKER_LOST", default_value = "30s", value_parser = interval)]
     pub worker_lost: Duration,
     /// How long workers out of touch go on working, to report when the coordinator is back.
     #[arg(long, env = "ESPALIER_ORPHAN_GRACE", default_value = "30m", value_parser = duration)]

@@ -62,9 +62,20 @@ pub(crate) async fn asked_to_stop() -> anyhow::Result<()> {
 }
 
 pub(crate) async fn coordinator(arguments: args::Coordinator) -> anyhow::Result<()> {
+    let (heartbeat, lost) = (arguments.heartbeat_interval, arguments.worker_lost);
+    if lost < heartbeat * 2 {
+        return Err(failure::usage(format!(
+            "--worker-lost is {lost:?}, expected at least two heartbeats ({:?}): a worker would be given up for one \
+             that came late",
+            heartbeat * 2
+        )));
+    }
     let mut options = CoordinatorOptions::new(arguments.data_dir);
     options.listen = arguments.listen;
     options.store = arguments.store;
+    options.cluster = arguments.cluster;
+    options.ship_interval = arguments.ship_interval;
+    options.term_lease = arguments.term_lease;
     options.heartbeat_interval = arguments.heartbeat_interval;
     options.worker_lost = arguments.worker_lost;
     options.orphan_grace = arguments.orphan_grace;

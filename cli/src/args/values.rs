@@ -34,6 +34,14 @@ pub(super) fn duration(text: &str) -> Result<Duration, String> {
         .ok_or_else(wrong)
 }
 
+/// A duration that is not nothing.
+pub(super) fn interval(text: &str) -> Result<Duration, String> {
+    match duration(text)? {
+        Duration::ZERO => Err(format!("`{text}` is no time at all; expected at least 1ms")),
+        interval => Ok(interval),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -45,5 +53,6 @@ mod tests {
         assert_eq!(duration("250ms").unwrap(), Duration::from_millis(250));
         assert!(duration("30").unwrap_err().contains("30s, 5m"));
         assert!(duration("99999999999999999999h").is_err());
+        assert!(duration("0s").is_ok() && interval("0s").is_err());
     }
 }
