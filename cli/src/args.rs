@@ -47,6 +47,9 @@ pub(crate) enum Command {
     /// Look into the tasks of jobs on a coordinator.
     #[command(subcommand)]
     Task(TaskCommand),
+    /// Look after a coordinator's data directory while no coordinator runs on it.
+    #[command(subcommand)]
+    Doctor(DoctorCommand),
     /// Print a shell's completion script.
     Completion {
         /// The shell.

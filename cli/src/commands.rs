@@ -1,5 +1,6 @@
 //! The commands that are a coordinator or a worker, and what those share that talk to one.
 
+pub(crate) mod doctor;
 pub(crate) mod job;
 pub(crate) mod keep;
 pub(crate) mod task;

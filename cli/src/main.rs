@@ -53,6 +53,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Worker(worker) => runtime()?.block_on(worker_command(worker)),
         Command::Job(job) => runtime()?.block_on(commands::job::run(job)),
         Command::Task(task) => runtime()?.block_on(commands::task::run(task)),
+        Command::Doctor(doctor) => commands::doctor::run(doctor),
         Command::Completion { shell } => completion(shell),
     }
 }

@@ -1,4 +1,4 @@
-//! What is asked of a coordinator.
+//! What is asked of a coordinator, and of its data directory.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -44,6 +44,16 @@ pub(crate) enum TaskCommand {
     Get(OneTask),
     /// Print the log of a task's newest attempt.
     Logs(TaskLogs),
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum DoctorCommand {
+    /// Say what is wrong with a data directory; changes nothing, exits 1 when a coordinator would not start.
+    Check(DataDir),
+    /// Mend a data directory; what is cut or replaced is copied first.
+    Repair(DataDir),
+    /// Write every event that can be read to standard output, a JSON object on each line.
+    Export(DataDir),
 }
 
 /// How to reach the coordinator and how to print.
@@ -288,4 +298,20 @@ pub(crate) struct DrainWorker {
     /// Do not ask on a terminal.
     #[arg(short, long)]
     pub yes: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DataDir {
+    /// The coordinator's data directory.
+    #[arg(long, env = "ESPALIER_DATA_DIR", value_name = "DIR")]
+    pub data_dir: PathBuf,
+    /// How to print what was found.
+    #[arg(
+        short = 'o',
+        long = "output",
+        value_enum,
+        default_value_t,
+        value_name = "FORMAT"
+    )]
+    pub format: Format,
 }

@@ -1,0 +1,74 @@
+//! Looking after a data directory while no coordinator runs on it.
+
+use std::fmt::Write as _;
+
+use espalier_coordinator::doctor::{self, Report};
+
+use crate::args::{DataDir, DoctorCommand, Format};
+use crate::{failure, output};
+
+pub(crate) fn run(command: DoctorCommand) -> anyhow::Result<()> {
+    match command {
+        DoctorCommand::Check(arguments) => tell(&doctor::check(&arguments.data_dir)?, &arguments),
+        DoctorCommand::Repair(arguments) => tell(&doctor::repair(&arguments.data_dir)?, &arguments),
+        DoctorCommand::Export(arguments) => export(&arguments),
+    }
+}
+
+fn tell(report: &Report, arguments: &DataDir) -> anyhow::Result<()> {
+    let value = serde_json::to_value(report)?;
+    match arguments.format {
+        Format::Json => output::print_json(&value)?,
+        Format::Yaml => output::print(&output::yaml(&value)?)?,
+        Format::Table | Format::Wide => output::print(&text(report))?,
+    }
+    if report.starts {
+        return Ok(());
+    }
+    Err(failure::job(format!(
+        "a coordinator would not start on it: run `espalier doctor repair --data-dir {}`",
+        arguments.data_dir.display()
+    )))
+}
+
+fn text(report: &Report) -> String {
+    let mut text = String::new();
+    for finding in &report.findings {
+        let weight = if finding.fatal { "fatal" } else { "minor" };
+        let _ = writeln!(text, "{weight}  {}: {}", finding.path.display(), finding.problem);
+    }
+    for mended in &report.mended {
+        let _ = writeln!(text, "done   {mended}");
+    }
+    if let Some(copies) = &report.copies {
+        let _ = writeln!(
+            text,
+            "copies of what was cut or replaced lie in {}",
+            copies.display()
+        );
+    }
+    let _ = writeln!(
+        text,
+        "{} up to frame {}; {} snapshots, {} segments and {} archives are there",
+        if report.starts { "starts" } else { "does not start" },
+        report.last_frame,
+        report.snapshots,
+        report.segments,
+        report.archives
+    );
+    text
+}
+
+fn export(arguments: &DataDir) -> anyhow::Result<()> {
+    let mut out = std::io::BufWriter::new(std::io::stdout().lock());
+    let exported = doctor::export(&arguments.data_dir, &mut out)?;
+    std::io::Write::flush(&mut out)?;
+    output::say(&format!(
+        "{} events, frames {} to {}",
+        exported.events, exported.first_frame, exported.last_frame
+    ));
+    match exported.damage {
+        Some(damage) => Err(failure::job(format!("not everything could be read: {damage}"))),
+        None => Ok(()),
+    }
+}
