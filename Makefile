@@ -3,7 +3,7 @@ SHELL := /bin/bash
 CARGO ?= cargo
 CARGO_DENY := 0.20.2
 
-.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input check-damage check-restart
+.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input check-damage check-restart check-dispatch
 
 build:
 	$(CARGO) build --release --locked --bin espalier
@@ -45,3 +45,6 @@ check-damage:
 
 check-restart:
 	tests/checks/restart.sh
+
+check-dispatch:
+	bench/dispatch.sh

@@ -67,6 +67,13 @@ pub fn finish(write_report: &dyn Fn(&Path) -> Result<(), String>, output: &Path)
             ))
         };
     }
+    if fs::symlink_metadata(output).is_ok() {
+        // A rename would replace an empty directory silently, and fail on anything else.
+        return Err(format!(
+            "`{}` appeared while the job ran: move it away and retry the job",
+            output.display()
+        ));
+    }
     write_report(&partial)?;
     let moved = sync_tree(&partial).and_then(|()| fs::rename(&partial, output));
     moved.map_err(|error| {
@@ -110,6 +117,8 @@ fn sync_tree(directory: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
     use super::*;
 
     #[test]
@@ -119,5 +128,21 @@ mod tests {
             refused.is_err_and(|message| message.contains("nothing can be made in `/proc`")),
             "an output below /proc was accepted"
         );
+    }
+
+    #[test]
+    fn an_output_that_appears_while_the_job_runs_is_not_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let output = directory.path().join("out");
+        fs::create_dir(partial(&output)).unwrap();
+        fs::create_dir(&output).unwrap();
+        let refused = finish(&|_| Ok(()), &output).unwrap_err();
+        assert!(refused.contains("appeared while the job ran"), "{refused}");
+        assert!(partial(&output).is_dir(), "what the job made was touched");
+        fs::remove_dir(&output).unwrap();
+        fs::write(partial(&output).join("report.json"), "{}").unwrap();
+        finish(&|_| Ok(()), &output).unwrap();
+        finish(&|_| Ok(()), &output).unwrap();
+        assert!(output.join("report.json").is_file());
     }
 }
