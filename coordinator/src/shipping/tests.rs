@@ -142,6 +142,10 @@ async fn what_was_shipped_is_read_on_another_disk_and_what_was_not_durable_is_no
 
     // The successor goes on with frames of its own; what the old one still ships counts for nothing.
     let claims = [claim(1, 1), claim(2, 16)];
+    for claim in &claims {
+        let json = serde_json::to_vec(claim).unwrap();
+        area.put(&format!("terms/{}", claim.term), &json).await.unwrap();
+    }
     progress.durable(20);
     shipper.ship().await.unwrap();
     commit(&mut going_on, 116..=118);
