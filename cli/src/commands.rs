@@ -13,9 +13,8 @@ use espalier_coordinator::client::{Client, RECONNECTING};
 use espalier_coordinator::spec::JobSpec;
 use espalier_coordinator::{Coordinator, CoordinatorOptions};
 use espalier_proto::v1::{Job, JobState};
-use espalier_worker::WorkerOptions;
+use espalier_worker::{Shutdown, WorkerOptions};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio_util::sync::CancellationToken;
 
 use crate::args::{self, Listed, Remote};
 use crate::output::Listing;
@@ -97,14 +96,16 @@ pub(crate) async fn worker(arguments: args::Worker) -> anyhow::Result<()> {
     let mut options = WorkerOptions::cpu(&arguments.coordinator, &name, arguments.threads);
     options.host = host_name();
     options.drain_timeout = arguments.drain_timeout;
-    let shutdown = CancellationToken::new();
+    let shutdown = Shutdown::default();
     let running = espalier_worker::run(options, shutdown.clone());
     tokio::pin!(running);
-    tokio::select! {
-        ended = &mut running => return Ok(ended?),
-        asked = asked_to_stop() => asked?,
+    for ask in [shutdown.leave, shutdown.kill] {
+        tokio::select! {
+            ended = &mut running => return Ok(ended?),
+            asked = asked_to_stop() => asked?,
+        }
+        ask.cancel();
     }
-    shutdown.cancel();
     Ok(running.await?)
 }
 

@@ -432,14 +432,37 @@ pub struct Export {
 /// A Hugging Face directory as written.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Exported {
-    /// The directory.
+    /// The directory, as the task named it.
     pub directory: String,
+    /// The attempt that wrote it: until the outcome is moved into place it lies at [`Exported::written_to`]. 0 when
+    /// it lies where it belongs.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub attempt: u64,
     /// Bytes of its weights.
     pub weight_bytes: u64,
     /// Parameters.
     pub parameters: u64,
     /// Whether transformers needs the modelling file that lies in it.
     pub needs_remote_code: bool,
+}
+
+impl Exported {
+    /// Where the attempt wrote it: beside its place, so that two attempts never write to one directory.
+    pub fn written_to(&self) -> String {
+        if self.attempt == 0 {
+            self.directory.clone()
+        } else {
+            format!("{}{ATTEMPT_SUFFIX}{}", self.directory, self.attempt)
+        }
+    }
+}
+
+/// Between the name of an exported directory and the number of the attempt that wrote it.
+pub const ATTEMPT_SUFFIX: &str = ".attempt-";
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // as serde wants it
+fn is_zero(value: &u64) -> bool {
+    *value == 0
 }
 
 /// How far an attempt has come.

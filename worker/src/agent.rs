@@ -1,333 +1,211 @@
 //! The agent: takes attempts from the coordinator, hands them to device children, and reports.
 //!
 //! - [`options`]: what a worker is told at start.
-//! - [`link`]: one connection to the coordinator, and its heartbeats on a channel of their own.
-//! - [`state`]: which attempts run and which results are not yet acknowledged; pure.
 //! - [`core`]: the protocol, without I/O, clock or tasks.
-//! - [`device`]: one task for each device, which owns its child process ([`process`]).
+//! - [`link`]: one connection to the coordinator, and its heartbeats on a channel of their own.
+//! - [`device`]: one task for each device, which owns its child process ([`process`]) and sees that its
+//!   memory is free before it is used again ([`memory`]).
 //!
-//! [`run`] ties them together in one loop. No tensor code runs here: a crash, a hang or an out-of-memory
-//! ends a child, never the agent.
+//! [`run`] is the rim around the core: it tells what happened and does what the core asks. No tensor code
+//! runs here: a crash, a hang or an out-of-memory ends a child, never the agent.
 
 pub mod core;
 pub mod device;
 pub mod link;
+pub mod memory;
 pub mod options;
 pub mod process;
-pub mod state;
 
 use std::collections::HashMap;
-use std::future::Future;
-use std::pin::Pin;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use espalier_proto::v1::coordinator_message::Message as FromCoordinator;
 use espalier_proto::v1::worker_message::Message as FromWorker;
-use espalier_proto::v1::{Assign, Hello, Leaving, Superseded, WorkerMessage};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-use crate::Result;
-use device::{Command, Event};
-use link::{Link, LinkEvent};
+use self::core::{Core, CoreOptions, DeviceEvent, Finish, Input, Output};
+use crate::{Error, Result};
+use device::Command;
+use link::{Connector, Link};
 pub use options::WorkerOptions;
-use state::State;
 
 /// Commands waiting for one device.
-const COMMANDS: usize = 16;
+const COMMANDS: usize = 64;
 /// Events of all devices waiting for the loop.
 const EVENTS: usize = 1024;
+/// What comes from connections, waiting for the loop.
+const INPUTS: usize = 256;
 
-type Connecting = Pin<Box<dyn Future<Output = Result<Link>> + Send>>;
+/// How a worker is asked to end.
+#[derive(Debug, Clone, Default)]
+pub struct Shutdown {
+    /// Asks it to have its attempts checkpointed, to hand them back and to leave.
+    pub leave: CancellationToken,
+    /// Asks it to end at once, whatever runs.
+    pub kill: CancellationToken,
+}
 
-/// Serves the coordinator until `shutdown` is cancelled and running attempts have ended (or the drain
-/// timeout has passed), or until the coordinator says that this worker may not serve it.
+/// Serves the coordinator until `shutdown` asks it to end and running attempts are handed back (or the drain
+/// timeout has passed), until the coordinator asks it to leave, or until the coordinator says that this
+/// worker may not serve it.
 ///
 /// # Errors
 /// When the options are unusable or the coordinator refuses the worker for good.
-pub async fn run(options: WorkerOptions, shutdown: CancellationToken) -> Result<()> {
+pub async fn run(options: WorkerOptions, shutdown: Shutdown) -> Result<()> {
     options.validate()?;
-    let mut agent = Agent::start(options);
-    let outcome = agent.serve(&shutdown).await;
+    let mut agent = Agent::start(&options)?;
+    let finish = agent.serve(&shutdown).await;
     agent.stop().await;
-    outcome
+    match finish {
+        Finish::Left | Finish::Killed => Ok(()),
+        Finish::Refused(reason) => Err(Error::Coordinator {
+            address: options.coordinator,
+            reason,
+        }),
+    }
 }
 
 struct Agent {
-    options: WorkerOptions,
-    epoch: u64,
-    state: State,
-    leases: watch::Sender<Vec<espalier_proto::v1::Lease>>,
-    devices: HashMap<String, (mpsc::Sender<Command>, JoinHandle<()>)>,
-    events: mpsc::Receiver<Event>,
+    core: Core,
+    start: Instant,
+    connector: Connector,
     link: Option<Link>,
-    artifact_store: String,
-    orphan_grace: Duration,
-    draining: bool,
-    alone_since: Instant,
-}
-
-/// Why the loop woke up.
-enum Wake {
-    Event(Option<Event>),
-    Message(Option<LinkEvent>),
-    Connected(Box<Result<Link>>),
-    Shutdown,
-    Deadline,
-    Orphaned,
+    inputs: mpsc::Receiver<Input>,
+    devices: HashMap<String, (mpsc::Sender<Command>, JoinHandle<()>)>,
+    events: mpsc::Receiver<DeviceEvent>,
 }
 
 impl Agent {
-    fn start(options: WorkerOptions) -> Self {
-        let (event_sender, events) = mpsc::channel(EVENTS);
-        let devices = options
-            .devices
-            .iter()
-            .map(|device| {
-                let (sender, commands) = mpsc::channel(COMMANDS);
-                let runner = device::Runner::new(device.clone(), options.child.clone(), event_sender.clone());
-                (device.id.clone(), (sender, tokio::spawn(runner.run(commands))))
-            })
-            .collect();
+    fn start(options: &WorkerOptions) -> Result<Self> {
         let epoch = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .unwrap_or_default()
             .as_millis();
-        Self {
-            options,
-            epoch: u64::try_from(epoch).unwrap_or(u64::MAX),
-            state: State::default(),
-            leases: watch::channel(Vec::new()).0,
-            devices,
-            events,
-            link: None,
-            artifact_store: String::new(),
-            orphan_grace: Duration::from_secs(30 * 60),
-            draining: false,
-            alone_since: Instant::now(),
-        }
-    }
-
-    async fn serve(&mut self, shutdown: &CancellationToken) -> Result<()> {
-        let mut connecting: Option<Connecting> = Some(self.connect());
-        let mut deadline: Option<Instant> = None;
-        loop {
-            if self.draining && (self.state.is_idle() || (self.link.is_none() && !self.state.is_running())) {
-                return Ok(());
-            }
-            let orphaned = self.alone_since + self.orphan_grace;
-            let watch_orphans = self.link.is_none() && self.state.is_running();
-            let wake = tokio::select! {
-                event = self.events.recv() => Wake::Event(event),
-                message = next_message(self.link.as_mut()), if self.link.is_some() => Wake::Message(message),
-                connected = poll_connecting(&mut connecting), if connecting.is_some() => {
-                    Wake::Connected(Box::new(connected))
-                }
-                () = shutdown.cancelled(), if deadline.is_none() => Wake::Shutdown,
-                () = sleep_until(deadline.unwrap_or(orphaned)), if deadline.is_some() => Wake::Deadline,
-                () = sleep_until(orphaned), if watch_orphans => Wake::Orphaned,
-            };
-            match wake {
-                Wake::Event(Some(event)) => self.take_event(event).await,
-                Wake::Event(None) => return Ok(()),
-                Wake::Message(Some(LinkEvent::Message(message))) => self.take_message(message).await,
-                Wake::Message(Some(LinkEvent::Superseded(superseded))) => {
-                    self.drop_attempt(&superseded).await
-                }
-                Wake::Message(Some(LinkEvent::Broken(reason))) => {
-                    tracing::warn!(
-                        reason,
-                        "the connection to the coordinator is lost; connecting again"
-                    );
-                    self.disconnect().await;
-                    connecting = Some(self.connect());
-                }
-                Wake::Message(None) => {
-                    self.disconnect().await;
-                    connecting = Some(self.connect());
-                }
-                Wake::Connected(link) => {
-                    connecting = None;
-                    self.take_link((*link)?).await;
-                }
-                Wake::Shutdown => {
-                    deadline = Some(Instant::now() + self.options.drain_timeout);
-                    self.drain().await;
-                }
-                Wake::Deadline => {
-                    tracing::warn!("attempts still run at the end of the drain timeout and are killed");
-                    return Ok(());
-                }
-                Wake::Orphaned => {
-                    tracing::warn!("out of touch for longer than the orphan grace: attempts are stopped");
-                    self.stop_everything().await;
-                }
-            }
-        }
-    }
-
-    fn connect(&mut self) -> Connecting {
-        self.alone_since = Instant::now();
-        let hello = Hello {
-            protocol_version: espalier_proto::PROTOCOL_VERSION,
-            worker: self.options.name.clone(),
-            epoch: self.epoch,
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            host: self.options.host.clone(),
-            devices: self
-                .options
+        let epoch = u64::try_from(epoch).unwrap_or(u64::MAX);
+        let core = Core::new(CoreOptions {
+            name: options.name.clone(),
+            host: options.host.clone(),
+            epoch,
+            devices: options
                 .devices
                 .iter()
                 .map(options::DeviceOptions::announce)
                 .collect(),
-            // While out of touch attempts only move from running to unacknowledged, so the list holds
-            // however many tries the connection takes.
-            attempts: self.state.leases(),
-            oldest_protocol_version: espalier_proto::OLDEST_PROTOCOL_VERSION,
-            highest_term: 0,
-        };
-        Box::pin(link::connect(
-            self.options.coordinator.clone(),
-            hello,
-            self.leases.subscribe(),
-        ))
+            drain_timeout: options.drain_timeout,
+            seed: epoch ^ u64::from(std::process::id()).rotate_left(32),
+        });
+        let (to_inputs, inputs) = mpsc::channel(INPUTS);
+        let connector = Connector::new(&options.coordinator, to_inputs)?;
+        let (to_events, events) = mpsc::channel(EVENTS);
+        let devices = options.devices.iter().map(|device| {
+            let (sender, commands) = mpsc::channel(COMMANDS);
+            let child = options.child.clone();
+            let runner = device::Runner::new(device.clone(), child, &options.coordinator, to_events.clone());
+            (device.id.clone(), (sender, tokio::spawn(runner.run(commands))))
+        });
+        Ok(Self {
+            core,
+            start: Instant::now(),
+            connector,
+            link: None,
+            inputs,
+            devices: devices.collect(),
+            events,
+        })
     }
 
-    async fn take_link(&mut self, link: Link) {
-        tracing::info!(term = link.welcome.term, worker = %self.options.name, "connected to the coordinator");
-        self.artifact_store.clone_from(&link.welcome.artifact_store);
-        self.orphan_grace = Duration::from_millis(u64::from(link.welcome.orphan_grace_ms));
-        let superseded = link.welcome.superseded.clone();
-        self.link = Some(link);
-        for stale in superseded {
-            self.drop_attempt(&stale).await;
-        }
-        if self.draining {
-            self.say_leaving();
-        }
-        for message in self.state.unacknowledged() {
-            self.send(message);
+    async fn serve(&mut self, shutdown: &Shutdown) -> Finish {
+        let mut outputs = Vec::new();
+        let mut asked = false;
+        let mut input = Some(Input::Tick);
+        loop {
+            if let Some(input) = input.take() {
+                self.core.handle(input, self.start.elapsed(), &mut outputs);
+            }
+            for output in outputs.drain(..) {
+                if let Output::Finish(how) = output {
+                    return how;
+                }
+                input = self.act(output).await.or(input);
+            }
+            if input.is_some() {
+                continue;
+            }
+            let wake = self.core.wake_at().map(|at| self.start + at);
+            input = tokio::select! {
+                () = shutdown.kill.cancelled() => return Finish::Killed,
+                () = shutdown.leave.cancelled(), if !asked => {
+                    asked = true;
+                    Some(Input::ShutdownAsked)
+                }
+                event = self.events.recv() => event.map(Input::Device),
+                input = self.inputs.recv() => input,
+                () = sleep_until(wake.unwrap_or(self.start)), if wake.is_some() => Some(Input::Tick),
+            };
         }
     }
 
-    async fn disconnect(&mut self) {
+    /// Does what the core asks for; what came of it, when that is known at once.
+    async fn act(&mut self, output: Output) -> Option<Input> {
+        match output {
+            Output::Connect { connection, hello } => {
+                self.close().await;
+                self.link = Some(self.connector.open(connection, *hello));
+            }
+            Output::Disconnect { .. } => self.close().await,
+            Output::Send(message) => return self.send(message),
+            Output::Heartbeat { request, .. } => {
+                if let Some(link) = &self.link {
+                    link.heartbeat(request);
+                }
+            }
+            Output::Run(run) => {
+                let device = run.assign.device_id.clone();
+                self.command(&device, Command::Run(run)).await;
+            }
+            Output::Stop {
+                device,
+                lease,
+                checkpoint,
+            } => self.command(&device, Command::Stop { lease, checkpoint }).await,
+            Output::Release {
+                device,
+                lease,
+                communicator,
+                addresses,
+            } => {
+                let release = Command::Release {
+                    lease,
+                    communicator,
+                    addresses,
+                };
+                self.command(&device, release).await;
+            }
+            Output::ReplaceChild { device } => self.command(&device, Command::Replace).await,
+            Output::Finish(_) => {}
+        }
+        None
+    }
+
+    /// Puts a message on the stream. When there is no room the message is not lost if it matters: the
+    /// connection is, and on the next one it is said again.
+    fn send(&self, message: FromWorker) -> Option<Input> {
+        let link = self.link.as_ref()?;
+        (!link.send(message)).then(|| Input::ConnectionLost {
+            connection: link.connection,
+            reason: "the stream takes no more messages".to_owned(),
+        })
+    }
+
+    async fn close(&mut self) {
         if let Some(link) = self.link.take() {
             link.close().await;
         }
     }
 
-    /// Puts a message on the stream. When the stream is gone or full the message is not lost if it matters:
-    /// whatever must arrive stays in the state and goes out again on the next stream.
-    fn send(&mut self, message: FromWorker) {
-        let Some(link) = &self.link else { return };
-        let must_arrive = !matches!(message, FromWorker::Progress(_) | FromWorker::Log(_));
-        let sent = link.outbound.try_send(WorkerMessage {
-            message: Some(message),
-        });
-        if sent.is_err() && must_arrive {
-            link.give_up("the stream takes no more messages");
-        }
-    }
-
-    async fn take_event(&mut self, event: Event) {
-        if let Some(message) = self.state.take_event(event) {
-            self.publish_leases();
-            self.send(message);
-        }
-    }
-
-    async fn take_message(&mut self, message: FromCoordinator) {
-        match message {
-            FromCoordinator::Assign(assign) => self.assign(assign).await,
-            FromCoordinator::Acknowledged(acknowledged) => {
-                if let Some(lease) = acknowledged.lease {
-                    self.state.acknowledge(lease.attempt);
-                    self.publish_leases();
-                }
-            }
-            FromCoordinator::Cancel(cancel) => {
-                let Some(lease) = cancel.lease else { return };
-                match self.state.device_of(lease.attempt) {
-                    Some(device) => {
-                        self.command(
-                            &device,
-                            Command::Stop {
-                                attempt: lease.attempt,
-                            },
-                        )
-                        .await
-                    }
-                    // It ended before the cancel came, and its end is on its way; or it never was here.
-                    None => {
-                        if let Some(message) = self.state.stopped_unless_known(lease) {
-                            self.send(message);
-                        }
-                    }
-                }
-            }
-            FromCoordinator::Superseded(superseded) => self.drop_attempt(&superseded).await,
-            FromCoordinator::Drain(_) => self.draining = true,
-            FromCoordinator::Welcome(_) | FromCoordinator::Release(_) | FromCoordinator::Restart(_) => {}
-        }
-    }
-
-    async fn assign(&mut self, assign: Assign) {
-        let Some(lease) = assign.lease else { return };
-        if let Some(message) = self.state.result_of(lease.attempt) {
-            return self.send(message);
-        }
-        if self.state.device_of(lease.attempt).is_some() {
-            return;
-        }
-        self.state.begin(lease, &assign.device_id);
-        self.publish_leases();
-        let spec = match serde_json::from_slice(&assign.spec_json) {
-            Ok(spec) => spec,
-            Err(error) => {
-                let reason = format!("the task cannot be decoded: {error}");
-                return self.take_event(Event::invalid(lease, reason)).await;
-            }
-        };
-        if !self.devices.contains_key(&assign.device_id) {
-            let reason = format!("this worker has no device {:?}", assign.device_id);
-            return self.take_event(Event::invalid(lease, reason)).await;
-        }
-        let artifact_store = self.artifact_store.clone();
-        self.command(
-            &assign.device_id,
-            Command::Run {
-                lease,
-                spec: Box::new(spec),
-                artifact_store,
-            },
-        )
-        .await;
-    }
-
-    /// Stops an attempt that is no longer this worker's, and forgets whatever it found.
-    async fn drop_attempt(&mut self, superseded: &Superseded) {
-        let Some(lease) = &superseded.lease else { return };
-        let device = self.state.forget(lease.attempt);
-        self.publish_leases();
-        if let Some(device) = device {
-            tracing::info!(
-                attempt = lease.attempt,
-                reason = superseded.reason,
-                "an attempt is no longer ours"
-            );
-            self.command(
-                &device,
-                Command::Stop {
-                    attempt: lease.attempt,
-                },
-            )
-            .await;
-        }
-    }
-
-    async fn command(&mut self, device: &str, command: Command) {
+    async fn command(&self, device: &str, command: Command) {
         if let Some((sender, _)) = self.devices.get(device)
             && sender.send(command).await.is_err()
         {
@@ -335,33 +213,9 @@ impl Agent {
         }
     }
 
-    async fn drain(&mut self) {
-        self.draining = true;
-        self.say_leaving();
-    }
-
-    fn say_leaving(&mut self) {
-        let Some(link) = &self.link else { return };
-        let leaving = Leaving {
-            term: link.welcome.term,
-            epoch: self.epoch,
-        };
-        self.send(FromWorker::Leaving(leaving));
-    }
-
-    async fn stop_everything(&mut self) {
-        for (attempt, device) in self.state.running() {
-            self.command(&device, Command::Stop { attempt }).await;
-        }
-    }
-
-    fn publish_leases(&self) {
-        self.leases.send_replace(self.state.leases());
-    }
-
     /// Ends every device task, and with it every child; waits for all of them.
     async fn stop(&mut self) {
-        self.disconnect().await;
+        self.close().await;
         self.events.close();
         for (_, (commands, task)) in self.devices.drain() {
             drop(commands);
@@ -369,19 +223,5 @@ impl Agent {
                 tracing::error!("a device's task ended abnormally");
             }
         }
-    }
-}
-
-async fn next_message(link: Option<&mut Link>) -> Option<LinkEvent> {
-    match link {
-        Some(link) => link.next().await,
-        None => std::future::pending().await,
-    }
-}
-
-async fn poll_connecting(connecting: &mut Option<Connecting>) -> Result<Link> {
-    match connecting {
-        Some(connecting) => connecting.await,
-        None => std::future::pending().await,
     }
 }

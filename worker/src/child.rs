@@ -2,26 +2,27 @@
 //!
 //! [`run`] is its whole life. A reader thread takes requests, so that a cancel is seen while an attempt
 //! runs; attempts run on the main thread. When standard input closes the agent is gone, and the child ends
-//! at once. Leases, retries and the coordinator are the agent's affair.
+//! at once with everything it started, whatever it computes. Leases, retries and the coordinator are the
+//! agent's affair.
 
 pub mod protocol;
+mod rank;
+mod stop;
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::FromRawFd;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 
 use espalier_artifact::BlockingStore;
-use espalier_proto::task::{Failure, FailureKind, Progress, TaskSpec};
+use espalier_proto::task::{Failure, FailureKind, Progress};
 
 use crate::executor::{Caches, Context, execute};
+use crate::trace::{Names, attempt_span};
 use crate::{Error, Result};
-use protocol::{Reply, Request};
-
-/// No attempt: what the cancelled attempt's number is before any was cancelled.
-const NONE: u64 = u64::MAX;
+use protocol::{Order, Reply, Request};
+use stop::Stops;
 
 /// Serves requests on standard input until it closes or says shutdown.
 ///
@@ -29,16 +30,23 @@ const NONE: u64 = u64::MAX;
 /// When standard output cannot be taken over or a thread cannot be started.
 pub fn run() -> Result<()> {
     let output = Arc::new(Mutex::new(claim_stdout()?));
-    let cancelled = Arc::new(AtomicU64::new(NONE));
+    let stops = Arc::new(Stops::default());
     let (sender, requests) = sync_channel(4);
-    let reader_cancelled = Arc::clone(&cancelled);
+    let reader_stops = Arc::clone(&stops);
     std::thread::Builder::new()
         .name("requests".to_owned())
-        .spawn(move || read_requests(&sender, &reader_cancelled))
+        .spawn(move || read_requests(&sender, &reader_stops))
         .map_err(|error| Error::Child {
             reason: format!("cannot start its reader: {error}"),
         })?;
-    serve(&requests, &output, &cancelled);
+    let mut child = Child {
+        requests,
+        output,
+        stops,
+        caches: Caches::default(),
+        store: None,
+    };
+    child.serve();
     Ok(())
 }
 
@@ -59,13 +67,17 @@ fn claim_stdout() -> Result<File> {
     }
 }
 
-fn read_requests(sender: &SyncSender<Request>, cancelled: &AtomicU64) {
+fn read_requests(sender: &SyncSender<Request>, stops: &Stops) {
     for line in BufReader::new(std::io::stdin()).lines() {
         let Ok(line) = line else { break };
         match serde_json::from_str::<Request>(&line) {
-            Ok(Request::Cancel { attempt }) => cancelled.store(attempt, Ordering::SeqCst),
+            Ok(Request::Cancel { attempt, checkpoint }) => stops.ask(attempt, checkpoint),
             Ok(Request::Shutdown) => break,
             Ok(request) => {
+                if let Request::Run(order) = &request {
+                    // A number may come again under another term; a stop of the one before means nothing to it.
+                    stops.forget(order.attempt);
+                }
                 if sender.send(request).is_err() {
                     break;
                 }
@@ -74,72 +86,93 @@ fn read_requests(sender: &SyncSender<Request>, cancelled: &AtomicU64) {
         }
     }
     // The agent is gone or wants no more: an attempt still running would work for nobody.
-    std::process::exit(0);
+    end_with_everything_started()
 }
 
-fn serve(requests: &Receiver<Request>, output: &Arc<Mutex<File>>, cancelled: &Arc<AtomicU64>) {
-    let mut caches = Caches::default();
-    let mut store: Option<BlockingStore> = None;
-    while let Ok(request) = requests.recv() {
-        let Request::Run {
-            attempt,
-            artifact_store,
-            spec,
-        } = request
-        else {
-            continue;
-        };
-        if store
-            .as_ref()
-            .is_none_or(|store| store.location() != artifact_store)
-        {
-            store = match BlockingStore::open(&artifact_store) {
-                Ok(store) => Some(store),
-                Err(error) => {
-                    let failure = Failure {
-                        kind: FailureKind::Error,
-                        message: error.to_string(),
-                    };
-                    reply(output, &Reply::Failure { attempt, failure });
-                    continue;
-                }
-            };
+/// Ends this process, and what it started with it: all of them are in the process group the agent made.
+fn end_with_everything_started() -> ! {
+    // SAFETY: plain system calls. Only the group that this process leads is killed, never that of a shell
+    // that somebody started it from.
+    unsafe {
+        if libc::getpgrp() == libc::getpid() {
+            libc::kill(0, libc::SIGKILL);
         }
-        let Some(open) = &store else { continue };
-        let answer = attempt_once(attempt, &spec, open, &mut caches, output, cancelled);
-        reply(output, &answer);
     }
+    std::process::exit(0)
 }
 
-fn attempt_once(
-    attempt: u64,
-    spec: &TaskSpec,
-    store: &BlockingStore,
-    caches: &mut Caches,
-    output: &Arc<Mutex<File>>,
-    cancelled: &Arc<AtomicU64>,
-) -> Reply {
-    let sink = Arc::clone(output);
-    let flag = Arc::clone(cancelled);
-    let context = Context::new(
-        store,
-        Box::new(move |progress: Progress| reply(&sink, &Reply::Progress { attempt, progress })),
-        Box::new(move || flag.load(Ordering::SeqCst) == attempt),
-    )
-    .with_attempt(attempt);
-    match execute(&context, caches, spec) {
-        Ok(result) => Reply::Output {
-            attempt,
-            output: Box::new(result),
-        },
-        Err(Error::Cancelled) => Reply::Stopped { attempt },
-        Err(error) => {
-            tracing::warn!(attempt, kind = spec.kind(), %error, "attempt failed");
-            Reply::Failure {
+struct Child {
+    requests: Receiver<Request>,
+    output: Arc<Mutex<File>>,
+    stops: Arc<Stops>,
+    caches: Caches,
+    /// Under the URL it was asked for.
+    store: Option<(String, BlockingStore)>,
+}
+
+impl Child {
+    fn serve(&mut self) {
+        while let Ok(request) = self.requests.recv() {
+            // A release of a rank that has stopped meanwhile releases nothing.
+            let Request::Run(order) = request else { continue };
+            let attempt = order.attempt;
+            let names = Names {
+                job: &order.job,
+                task: order.task,
                 attempt,
-                failure: error.failure(),
-            }
+                kind: order.spec.kind(),
+            };
+            let span = attempt_span(names, &order.traceparent);
+            let answer = span.in_scope(|| match self.attempt(&order) {
+                Ok(answer) => answer,
+                Err(Error::Cancelled) => Reply::Stopped { attempt },
+                Err(error) => {
+                    tracing::warn!(%error, "the attempt failed");
+                    Reply::Failure {
+                        attempt,
+                        failure: error.failure(),
+                    }
+                }
+            });
+            reply(&self.output, &answer);
         }
+    }
+
+    fn attempt(&mut self, order: &Order) -> Result<Reply> {
+        let attempt = order.attempt;
+        if let Some(place) = &order.gang {
+            let released = rank::stand_ready(place, attempt, &self.requests, &self.stops, |address| {
+                reply(&self.output, &Reply::Prepared { attempt, address });
+            })?;
+            rank::require_alone(place, &released)?;
+        }
+        self.open(&order.artifact_store)?;
+        let Some((_, store)) = &self.store else {
+            let failure = Failure {
+                kind: FailureKind::Error,
+                message: "there is no artifact store".to_owned(),
+            };
+            return Ok(Reply::Failure { attempt, failure });
+        };
+        let sink = Arc::clone(&self.output);
+        let stops = Arc::clone(&self.stops);
+        let context = Context::new(
+            store,
+            Box::new(move |progress: Progress| reply(&sink, &Reply::Progress { attempt, progress })),
+            Box::new(move || stops.asked(attempt)),
+        )
+        .with_attempt(attempt);
+        let output = Box::new(execute(&context, &mut self.caches, &order.spec)?);
+        Ok(Reply::Output { attempt, output })
+    }
+
+    /// Opens the store, unless it is open already.
+    fn open(&mut self, location: &str) -> Result<()> {
+        if self.store.as_ref().is_none_or(|(opened, _)| opened != location) {
+            self.store = None;
+            self.store = Some((location.to_owned(), BlockingStore::open(location)?));
+        }
+        Ok(())
     }
 }
 
@@ -152,6 +185,6 @@ fn reply(output: &Mutex<File>, reply: &Reply) {
     let Ok(mut output) = output.lock() else { return };
     if output.write_all(&line).and_then(|()| output.flush()).is_err() {
         // Nobody reads: the agent is gone.
-        std::process::exit(0);
+        end_with_everything_started();
     }
 }

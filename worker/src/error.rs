@@ -62,6 +62,12 @@ pub enum Error {
     /// The attempt was cancelled.
     #[error("cancelled")]
     Cancelled,
+    /// Measurements that were disturbed again and again.
+    #[error("too noisy to measure: {evidence}")]
+    TooNoisy {
+        /// What disturbed them and how often.
+        evidence: String,
+    },
     /// Tensors or checkpoints.
     #[error(transparent)]
     Model(#[from] espalier_model::Error),
@@ -103,6 +109,7 @@ impl Error {
             Self::Io { source, .. } if source.kind() == std::io::ErrorKind::OutOfMemory => {
                 FailureKind::OutOfMemory
             }
+            Self::TooNoisy { .. } => FailureKind::TooNoisy,
             Self::Model(error) => model_failure(error),
             _ => FailureKind::Error,
         };

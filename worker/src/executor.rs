@@ -24,7 +24,7 @@ use espalier_proto::task::{TaskOutput, TaskSpec};
 
 use crate::Result;
 pub use caches::{Caches, Resident};
-pub use context::{CancelFlag, Context, ProgressSink};
+pub use context::{Context, ProgressSink, Stop, StopFlag};
 
 /// Runs one task to its end.
 ///

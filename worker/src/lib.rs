@@ -13,7 +13,8 @@ pub mod data;
 pub mod engine;
 mod error;
 pub mod executor;
+mod trace;
 
-pub use agent::{WorkerOptions, run};
+pub use agent::{Shutdown, WorkerOptions, run};
 pub use child::run as run_child;
 pub use error::{Error, Result};

@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use espalier_arch::Candidate;
 use espalier_proto::task::{ArtifactId, Failure, FailureKind, ParentRef, Rank, Shard, TaskSpec};
-use espalier_proto::v1::Lease;
-use espalier_worker::agent::device::{Command, Ended, Event, Runner};
+use espalier_proto::v1::{Assign, Lease};
+use espalier_worker::agent::core::{DeviceEvent, Ended, Run};
+use espalier_worker::agent::device::{Command, Runner};
 use espalier_worker::agent::options::{ChildOptions, DeviceOptions};
 use tokio::sync::mpsc;
 
@@ -22,8 +23,8 @@ fn lease(attempt: u64) -> Lease {
     }
 }
 
-fn task() -> Box<TaskSpec> {
-    Box::new(TaskSpec::Rank(Rank {
+fn task() -> TaskSpec {
+    TaskSpec::Rank(Rank {
         parent: ParentRef {
             source: "parent".to_owned(),
             fingerprint: "fingerprint".to_owned(),
@@ -35,7 +36,7 @@ fn task() -> Box<TaskSpec> {
             sequences: 1,
             sequence_tokens: 2,
         },
-    }))
+    })
 }
 
 /// Runs attempts 1 and 2 after each other on a shell script that stands in for the child; how each failed.
@@ -48,25 +49,30 @@ async fn failures(script: &str) -> [Failure; 2] {
     };
     let (event_sender, mut events) = mpsc::channel(64);
     let (commands, received) = mpsc::channel(4);
-    let runner = tokio::spawn(Runner::new(DeviceOptions::cpu(1), options, event_sender).run(received));
+    let runner = tokio::spawn(
+        Runner::new(DeviceOptions::cpu(1), options, "http://127.0.0.1:1", event_sender).run(received),
+    );
     let mut ended = Vec::new();
     for attempt in [1, 2] {
-        let run = Command::Run {
+        let run = Run {
             lease: lease(attempt),
-            spec: task(),
+            assign: Assign {
+                spec_json: serde_json::to_vec(&task()).unwrap().into(),
+                ..Assign::default()
+            },
             artifact_store: "file:///nowhere".to_owned(),
         };
-        commands.send(run).await.unwrap();
+        commands.send(Command::Run(Box::new(run))).await.unwrap();
         let failure = loop {
             match events.recv().await.unwrap() {
-                Event::Ended { lease: of, ended } => {
+                DeviceEvent::Ended { lease: of, ended } => {
                     assert_eq!(of, lease(attempt));
                     let Ended::Failure(json) = ended else {
                         panic!("{ended:?}")
                     };
                     break serde_json::from_slice::<Failure>(&json).unwrap();
                 }
-                Event::Log { .. } | Event::Progress { .. } => {}
+                _ => {}
             }
         };
         ended.push(failure);

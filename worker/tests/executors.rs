@@ -36,7 +36,7 @@ impl Bench {
     }
 
     fn run(&mut self, spec: TaskSpec) -> Result<TaskOutput> {
-        let context = Context::new(&self.store, Box::new(|_| ()), Box::new(|| false));
+        let context = Context::new(&self.store, Box::new(|_| ()), Box::new(|| None));
         execute(&context, &mut self.caches, &spec)
     }
 

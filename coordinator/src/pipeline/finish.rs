@@ -237,7 +237,7 @@ impl<'a> Tail<'a> {
             if !self.context.results.planned(stage) {
                 let verify = Verify {
                     parent: self.parent.clone(),
-                    directory: exported.directory.clone(),
+                    directory: exported.written_to(),
                     workload: self.context.workload(),
                     repeats: VERIFY_REPEATS,
                 };

@@ -78,6 +78,7 @@ pub(super) fn outcome() -> Outcome {
         grid: Vec::new(),
         export: Exported {
             directory: "out/checkpoint".into(),
+            attempt: 0,
             weight_bytes: 398_000_000,
             parameters: 99_000_000,
             needs_remote_code: true,

@@ -34,7 +34,9 @@ impl Planner for PipelinePlanner {
     }
 
     fn write_report(&self, outcome: &str, directory: &Path) -> Result<(), String> {
-        let outcome: Outcome = read("the job's outcome", outcome)?;
+        let mut outcome: Outcome = read("the job's outcome", outcome)?;
+        outcome::promote(&outcome.export, directory)?;
+        outcome.export.attempt = 0;
         report::write(&outcome, directory)
             .map_err(|error| format!("cannot write the report to `{}`: {error}", directory.display()))
     }

@@ -5,6 +5,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use espalier_proto::task::{ATTEMPT_SUFFIX, Exported};
+
 /// Where an outcome grows before it is complete: `output.partial`.
 pub fn partial(output: &Path) -> PathBuf {
     let mut name = OsString::from(output);
@@ -89,6 +91,38 @@ pub fn finish(write_report: &dyn Fn(&Path) -> Result<(), String>, output: &Path)
         .map_err(|error| format!("cannot sync `{}`: {error}", parent.display()))
 }
 
+/// Moves the directory that the promoted attempt exported to its place in `partial`, and removes those of the
+/// attempts beside it. May be called again after an interruption.
+///
+/// # Errors
+/// One line for the user.
+pub fn promote(exported: &Exported, partial: &Path) -> Result<(), String> {
+    let named = |path: &str| Path::new(path).file_name().map(|name| partial.join(name));
+    let (Some(place), Some(written)) = (named(&exported.directory), named(&exported.written_to())) else {
+        return Err(format!("`{}` names no directory", exported.directory));
+    };
+    if written != place && written.is_dir() {
+        fs::rename(&written, &place).map_err(|error| {
+            format!(
+                "cannot move `{}` to `{}`: {error}",
+                written.display(),
+                place.display()
+            )
+        })?;
+    }
+    let Some(prefix) = place.file_name().and_then(|name| name.to_str()) else { return Ok(()) };
+    let prefix = format!("{prefix}{ATTEMPT_SUFFIX}");
+    let others = fs::read_dir(partial).map_err(|error| format!("cannot read `{}`: {error}", partial.display()))?;
+    for entry in others.flatten() {
+        // Those still being written have a name of their own before this one.
+        if entry.file_name().to_string_lossy().contains(&prefix) {
+            let path = entry.path();
+            fs::remove_dir_all(&path).map_err(|error| format!("cannot remove `{}`: {error}", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
 /// Removes what a job had half-written.
 ///
 /// # Errors
@@ -120,6 +154,30 @@ mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
     use super::*;
+
+    #[test]
+    fn only_the_promoted_attempt_s_export_is_moved_into_place() {
+        let directory = tempfile::tempdir().unwrap();
+        let partial = directory.path();
+        for attempt in [3, 7, 12] {
+            let written = partial.join(format!("checkpoint.attempt-{attempt}"));
+            fs::create_dir(&written).unwrap();
+            fs::write(written.join("config.json"), attempt.to_string()).unwrap();
+        }
+        let exported = Exported {
+            directory: "/out/checkpoint".to_owned(),
+            attempt: 7,
+            weight_bytes: 0,
+            parameters: 0,
+            needs_remote_code: false,
+        };
+        for _ in 0..2 {
+            promote(&exported, partial).unwrap();
+            let text = fs::read_to_string(partial.join("checkpoint/config.json")).unwrap();
+            assert_eq!(text, "7");
+            assert_eq!(fs::read_dir(partial).unwrap().count(), 1);
+        }
+    }
 
     #[test]
     fn an_output_below_a_place_where_nothing_can_be_made_is_refused() {

@@ -1,89 +1,56 @@
 //! One task for each device: owns the device's child, runs one attempt after another on it, and replaces it
-//! on error, crash, hang, stop or change of model.
+//! on error, crash, hang, stop, change of model, or when asked to. Before a child is replaced, the device
+//! must be free again.
 
-use std::collections::VecDeque;
+mod watch;
 
-use espalier_proto::task::{Failure, FailureKind, Progress, TaskSpec};
+use std::sync::Arc;
+use std::time::Duration;
+
+use espalier_proto::task::{Failure, FailureKind, TaskSpec};
 use espalier_proto::v1::Lease;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep_until};
+use tracing::Instrument;
 
+use super::core::{DeviceEvent, Ended, Run};
+use super::memory::{DeviceMemory, HostMemory, RECLAIM_TIMEOUT, wait_until_free};
 use super::options::{ChildOptions, DeviceOptions};
-use super::process::{FromChild, Process};
-use crate::child::protocol::{Reply, Request};
+use super::process::Process;
+use crate::child::protocol::{Order, Place, Request};
+use crate::trace::{Names, attempt_span, traceparent_below};
+use watch::{Outcome, Watch};
 
 /// What the agent asks of a device.
 #[derive(Debug)]
 pub enum Command {
-    /// Run this when the attempts before it have ended.
-    Run {
-        /// The right to.
-        lease: Lease,
-        /// The task.
-        spec: Box<TaskSpec>,
-        /// URL of the artifact store.
-        artifact_store: String,
-    },
-    /// Stop this attempt, whether it runs or waits.
+    /// Run this; only sent when the attempt before has ended.
+    Run(Box<Run>),
+    /// Stop this attempt, if it still runs.
     Stop {
         /// Which.
-        attempt: u64,
-    },
-}
-
-/// How an attempt ended.
-#[derive(Debug)]
-pub enum Ended {
-    /// JSON of a `TaskOutput`.
-    Output(Vec<u8>),
-    /// JSON of a `Failure`.
-    Failure(Vec<u8>),
-    /// It was stopped and the device is free.
-    Stopped,
-}
-
-/// What a device tells the agent.
-#[derive(Debug)]
-pub enum Event {
-    /// How far an attempt has come; lossy.
-    Progress {
-        /// Which attempt.
         lease: Lease,
-        /// JSON of a `Progress`.
-        progress_json: Vec<u8>,
+        /// Whether it should first leave what the next attempt can go on from, however long that takes.
+        checkpoint: bool,
     },
-    /// Lines of the log; lossy.
-    Log {
-        /// Which attempt.
+    /// Every rank of this attempt's gang stands ready.
+    Release {
+        /// Which.
         lease: Lease,
-        /// The lines.
-        lines: Vec<String>,
+        /// Names the communicator.
+        communicator: String,
+        /// Addresses of all ranks, in their order.
+        addresses: Vec<String>,
     },
-    /// An attempt ended.
-    Ended {
-        /// Which attempt.
-        lease: Lease,
-        /// How.
-        ended: Ended,
-    },
-}
-
-impl Event {
-    /// An attempt that cannot even start.
-    pub fn invalid(lease: Lease, message: String) -> Self {
-        Self::Ended {
-            lease,
-            ended: failure(FailureKind::Invalid, message),
-        }
-    }
-}
-
-fn failure(kind: FailureKind, message: String) -> Ended {
-    failed(&Failure { kind, message })
+    /// Replace the child; only sent when no attempt runs.
+    Replace,
 }
 
 fn failed(failure: &Failure) -> Ended {
     Ended::Failure(serde_json::to_vec(failure).unwrap_or_default())
+}
+
+fn failure(kind: FailureKind, message: String) -> Ended {
+    failed(&Failure { kind, message })
 }
 
 /// The model a task keeps resident; none when any child will do.
@@ -108,83 +75,204 @@ fn resident_model(spec: &TaskSpec) -> Option<&str> {
 pub struct Runner {
     device: DeviceOptions,
     options: ChildOptions,
-    events: mpsc::Sender<Event>,
+    coordinator: String,
+    memory: Arc<dyn DeviceMemory>,
+    reclaim_timeout: Duration,
+    events: mpsc::Sender<DeviceEvent>,
     process: Option<Process>,
     resident: Option<String>,
-    waiting: VecDeque<(Lease, Box<TaskSpec>, String)>,
+    /// Process group of the child before, whose memory may not be back yet.
+    leaving: Option<i32>,
 }
 
-/// How a watch over a running attempt ended.
-enum Outcome {
-    Ended(Ended),
-    Failed(Failure),
-    Garbled(String),
-    Crashed,
-    Hung,
-    Killed,
+/// How the run of one attempt leaves the runner.
+enum After {
+    GoOn,
     AgentGone,
 }
 
 impl Runner {
-    /// A device without a child yet.
-    pub fn new(device: DeviceOptions, options: ChildOptions, events: mpsc::Sender<Event>) -> Self {
+    /// A device without a child yet. `coordinator` is where this host is reached from: a rank of a gang
+    /// gives the address of that side.
+    pub fn new(
+        device: DeviceOptions,
+        options: ChildOptions,
+        coordinator: &str,
+        events: mpsc::Sender<DeviceEvent>,
+    ) -> Self {
         Self {
             device,
             options,
+            coordinator: coordinator.to_owned(),
+            // Devices of kind `cuda` will ask their driver.
+            memory: Arc::new(HostMemory),
+            reclaim_timeout: RECLAIM_TIMEOUT,
             events,
             process: None,
             resident: None,
-            waiting: VecDeque::new(),
+            leaving: None,
+        }
+    }
+
+    /// The same, with memory that somebody else tells of.
+    #[must_use]
+    pub fn with_memory(self, memory: Arc<dyn DeviceMemory>, reclaim_timeout: Duration) -> Self {
+        Self {
+            memory,
+            reclaim_timeout,
+            ..self
         }
     }
 
     /// Serves commands until the agent drops its sender; then the child is killed.
     pub async fn run(mut self, mut commands: mpsc::Receiver<Command>) {
-        loop {
-            let next = match self.waiting.pop_front() {
-                Some(next) => next,
-                None => match commands.recv().await {
-                    Some(Command::Run {
-                        lease,
-                        spec,
-                        artifact_store,
-                    }) => (lease, spec, artifact_store),
-                    // It ended before the stop came; its end has been told.
-                    Some(Command::Stop { .. }) => continue,
-                    None => break,
-                },
-            };
-            let (lease, spec, artifact_store) = next;
-            if !self.attempt(lease, spec, artifact_store, &mut commands).await {
-                break;
+        while let Some(command) = commands.recv().await {
+            match command {
+                Command::Run(run) => {
+                    if let After::AgentGone = self.attempt(*run, &mut commands).await {
+                        break;
+                    }
+                }
+                Command::Replace => self.kill().await,
+                // It ended before this came; its end has been told.
+                Command::Stop { .. } | Command::Release { .. } => {}
             }
         }
         self.kill().await;
     }
 
-    /// Runs one attempt to its end; false when the agent is gone.
-    async fn attempt(
+    /// Runs one attempt to its end, and tells it.
+    async fn attempt(&mut self, run: Run, commands: &mut mpsc::Receiver<Command>) -> After {
+        let lease = run.lease;
+        let spec: TaskSpec = match serde_json::from_slice(&run.assign.spec_json) {
+            Ok(spec) => spec,
+            Err(error) => {
+                let message = format!("the task cannot be decoded: {error}");
+                self.end(lease, failure(FailureKind::Invalid, message)).await;
+                return After::GoOn;
+            }
+        };
+        let names = Names {
+            job: &run.assign.job_id,
+            task: run.assign.task_id,
+            attempt: lease.attempt,
+            kind: spec.kind(),
+        };
+        let span = attempt_span(names, &run.assign.traceparent);
+        let traceparent = traceparent_below(&span, &run.assign.traceparent);
+        async {
+            let ended = self.run_to_its_end(run, spec, traceparent, commands).await;
+            match ended {
+                Some(ended) => {
+                    log_end(&ended);
+                    self.end(lease, ended).await;
+                    After::GoOn
+                }
+                None => After::AgentGone,
+            }
+        }
+        .instrument(span)
+        .await
+    }
+
+    /// None when the agent is gone.
+    async fn run_to_its_end(
         &mut self,
-        lease: Lease,
-        spec: Box<TaskSpec>,
-        artifact_store: String,
+        run: Run,
+        spec: TaskSpec,
+        traceparent: String,
         commands: &mut mpsc::Receiver<Command>,
-    ) -> bool {
+    ) -> Option<Ended> {
+        let lease = run.lease;
         let model = resident_model(&spec).map(str::to_owned);
         if model.is_some() && self.resident.is_some() && self.resident != model {
             self.kill().await;
         }
-        if let Err(error) = self.begin(lease, spec, artifact_store).await {
+        if self.process.is_none()
+            && let Some(ended) = self.start(lease, run.assign.memory_bytes, commands).await?
+        {
+            return Some(ended);
+        }
+        let gang = match run.assign.gang {
+            Some(gang) => Some(Place {
+                generation: gang.generation,
+                rank: gang.rank,
+                ranks: gang.ranks,
+                host: reachable_host(&self.coordinator).await,
+            }),
+            None => None,
+        };
+        let is_rank = gang.is_some();
+        let order = Order {
+            attempt: lease.attempt,
+            job: run.assign.job_id,
+            task: run.assign.task_id,
+            traceparent,
+            artifact_store: run.artifact_store,
+            spec,
+            gang,
+        };
+        let request = Request::Run(Box::new(order));
+        if let Some(process) = self.process.as_mut()
+            && let Err(error) = process.send(&request).await
+        {
             self.kill().await;
-            self.end(lease, failure(FailureKind::Crashed, error.to_string()))
-                .await;
-            return true;
+            return Some(failure(FailureKind::Crashed, error.to_string()));
         }
         if model.is_some() {
             self.resident = model;
         }
-        let outcome = self.watch(lease, commands).await;
-        let ended = match outcome {
+        let outcome = match self.process.as_mut() {
+            Some(process) => {
+                let watch = Watch::new(lease, is_rank, &self.options, &self.events);
+                watch.until_it_ends(process, commands).await
+            }
+            None => Outcome::Crashed,
+        };
+        self.conclude(lease, outcome).await
+    }
+
+    /// Waits until the device is free and starts a child on it. The inner value is the attempt's end when it
+    /// cannot be; the outer is none when the agent is gone.
+    async fn start(
+        &mut self,
+        lease: Lease,
+        need_bytes: u64,
+        commands: &mut mpsc::Receiver<Command>,
+    ) -> Option<Option<Ended>> {
+        let memory = Arc::clone(&self.memory);
+        let free = wait_until_free(&*memory, self.leaving, need_bytes, self.reclaim_timeout);
+        tokio::pin!(free);
+        let free = loop {
+            tokio::select! {
+                free = &mut free => break free,
+                command = commands.recv() => match command? {
+                    Command::Stop { lease: of, .. } if of == lease => return Some(Some(Ended::Stopped)),
+                    _ => {}
+                },
+            }
+        };
+        if let Err(evidence) = free {
+            tracing::error!(
+                device = self.device.id,
+                evidence,
+                "the device is not used again yet"
+            );
+            return Some(Some(failure(FailureKind::OutOfMemory, evidence)));
+        }
+        self.leaving = None;
+        match Process::start(&self.options, &self.device) {
+            Ok(process) => {
+                self.process = Some(process);
+                Some(None)
+            }
+            Err(error) => Some(Some(failure(FailureKind::Crashed, error.to_string()))),
+        }
+    }
+
+    /// Makes an end of an outcome, and gives the device up where that is called for.
+    async fn conclude(&mut self, lease: Lease, outcome: Outcome) -> Option<Ended> {
+        Some(match outcome {
             Outcome::Ended(ended) => ended,
             Outcome::Failed(failure) => {
                 // A task refused for what it asks says nothing against the child and the model it holds.
@@ -201,7 +289,10 @@ impl Runner {
             Outcome::Crashed => match self.process.take() {
                 Some(process) => {
                     self.resident = None;
-                    failed(&process.autopsy().await)
+                    self.leaving = process.group();
+                    let (failure, lines) = process.autopsy().await;
+                    watch::pass_log(lease, lines, &self.events);
+                    failed(&failure)
                 }
                 None => failure(FailureKind::Crashed, "the device child is gone".to_owned()),
             },
@@ -217,120 +308,50 @@ impl Runner {
                 self.kill().await;
                 Ended::Stopped
             }
-            Outcome::AgentGone => return false,
-        };
-        self.end(lease, ended).await;
-        true
-    }
-
-    async fn begin(
-        &mut self,
-        lease: Lease,
-        spec: Box<TaskSpec>,
-        artifact_store: String,
-    ) -> crate::Result<()> {
-        if self.process.is_none() {
-            self.process = Some(Process::start(&self.options, &self.device)?);
-        }
-        let request = Request::Run {
-            attempt: lease.attempt,
-            artifact_store,
-            spec,
-        };
-        match self.process.as_mut() {
-            Some(process) => process.send(&request).await,
-            None => Ok(()),
-        }
-    }
-
-    async fn watch(&mut self, lease: Lease, commands: &mut mpsc::Receiver<Command>) -> Outcome {
-        let Some(process) = self.process.as_mut() else {
-            return Outcome::Crashed;
-        };
-        let mut hang = Instant::now() + self.options.hang_timeout;
-        let mut stop: Option<Instant> = None;
-        loop {
-            tokio::select! {
-                said = process.next() => match said {
-                    None if stop.is_some() => return Outcome::Killed,
-                    None => return Outcome::Crashed,
-                    Some(FromChild::Log(lines)) => {
-                        // Lossy by design: a log never holds work up.
-                        let _ = self.events.try_send(Event::Log { lease, lines });
-                    }
-                    Some(FromChild::Reply(reply)) => {
-                        hang = Instant::now() + self.options.hang_timeout;
-                        if let Some(outcome) = take_reply(lease, reply, &self.events) {
-                            return outcome;
-                        }
-                    }
-                    Some(FromChild::Garbled(_)) if stop.is_some() => return Outcome::Killed,
-                    Some(FromChild::Garbled(reason)) => return Outcome::Garbled(reason),
-                },
-                command = commands.recv() => match command {
-                    None => return Outcome::AgentGone,
-                    Some(Command::Run { lease, spec, artifact_store }) => {
-                        self.waiting.push_back((lease, spec, artifact_store));
-                    }
-                    Some(Command::Stop { attempt }) if attempt == lease.attempt => {
-                        if process.send(&Request::Cancel { attempt }).await.is_err() {
-                            return Outcome::Killed;
-                        }
-                        stop = Some(Instant::now() + self.options.stop_timeout);
-                    }
-                    Some(Command::Stop { attempt }) => {
-                        let position = self.waiting.iter().position(|(lease, _, _)| lease.attempt == attempt);
-                        if let Some((lease, _, _)) = position.and_then(|position| self.waiting.remove(position)) {
-                            let _ = self.events.send(Event::Ended { lease, ended: Ended::Stopped }).await;
-                        }
-                    }
-                },
-                () = sleep_until(hang) => return Outcome::Hung,
-                () = sleep_until(stop.unwrap_or(hang)), if stop.is_some() => return Outcome::Killed,
-            }
-        }
+            Outcome::AgentGone => return None,
+        })
     }
 
     /// Tells the agent; this one waits for room, for an end must arrive.
     async fn end(&self, lease: Lease, ended: Ended) {
-        let _ = self.events.send(Event::Ended { lease, ended }).await;
+        let _ = self.events.send(DeviceEvent::Ended { lease, ended }).await;
     }
 
     async fn kill(&mut self) {
         self.resident = None;
         if let Some(process) = self.process.take() {
+            self.leaving = process.group();
             process.kill().await;
         }
     }
 }
 
-fn take_reply(lease: Lease, reply: Reply, events: &mpsc::Sender<Event>) -> Option<Outcome> {
-    match reply {
-        Reply::Progress { attempt, progress } if attempt == lease.attempt => {
-            pass_progress(lease, &progress, events);
-            None
+fn log_end(ended: &Ended) {
+    match ended {
+        Ended::Output(_) => tracing::debug!("the attempt is done"),
+        Ended::Failure(json) => {
+            tracing::warn!(failure = %String::from_utf8_lossy(json), "the attempt failed");
         }
-        Reply::Output { attempt, output } if attempt == lease.attempt => {
-            Some(match serde_json::to_vec(&output) {
-                Ok(json) => Outcome::Ended(Ended::Output(json)),
-                Err(error) => Outcome::Failed(Failure {
-                    kind: FailureKind::Error,
-                    message: format!("the output cannot be written as JSON: {error}"),
-                }),
-            })
-        }
-        Reply::Failure { attempt, failure } if attempt == lease.attempt => Some(Outcome::Failed(failure)),
-        Reply::Stopped { attempt } if attempt == lease.attempt => Some(Outcome::Ended(Ended::Stopped)),
-        stale => {
-            tracing::warn!(?stale, "a reply about another attempt is left out");
-            None
-        }
+        Ended::Stopped => tracing::info!("the attempt has stopped"),
     }
 }
 
-fn pass_progress(lease: Lease, progress: &Progress, events: &mpsc::Sender<Event>) {
-    if let Ok(progress_json) = serde_json::to_vec(progress) {
-        // Lossy by design: the next one says more.
-        let _ = events.try_send(Event::Progress { lease, progress_json });
-    }
+/// The address of the side of this host that looks towards the coordinator; loopback when that cannot be told.
+async fn reachable_host(coordinator: &str) -> String {
+    const LOOPBACK: &str = "127.0.0.1";
+    let authority = coordinator
+        .parse::<tonic::codegen::http::Uri>()
+        .ok()
+        .and_then(|uri| Some((uri.host()?.to_owned(), uri.port_u16().unwrap_or(80))));
+    let Some(authority) = authority else {
+        return LOOPBACK.to_owned();
+    };
+    let look = async {
+        let socket = tokio::net::UdpSocket::bind("0.0.0.0:0").await.ok()?;
+        // Chooses a route and sends nothing.
+        socket.connect((authority.0.as_str(), authority.1)).await.ok()?;
+        Some(socket.local_addr().ok()?.ip().to_string())
+    };
+    let found = tokio::time::timeout(Duration::from_secs(2), look).await;
+    found.ok().flatten().unwrap_or_else(|| LOOPBACK.to_owned())
 }

@@ -1,5 +1,5 @@
 //! One connection to the coordinator: the stream of messages, and heartbeats on a channel of their own so
-//! that they never wait behind work.
+//! that they never wait behind work. When to connect, what to say and what silence means is the core's affair.
 
 use std::time::Duration;
 
@@ -7,116 +7,117 @@ use espalier_proto::MESSAGE_LIMIT_BYTES;
 use espalier_proto::v1::coordinator_message::Message as FromCoordinator;
 use espalier_proto::v1::worker_message::Message as FromWorker;
 use espalier_proto::v1::workers_client::WorkersClient;
-use espalier_proto::v1::{
-    CoordinatorMessage, HeartbeatRequest, Hello, Lease, Superseded, Welcome, WorkerMessage,
-};
-use tokio::sync::{mpsc, watch};
+use espalier_proto::v1::{CoordinatorMessage, HeartbeatRequest, Hello, WorkerMessage};
+use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status, Streaming};
 
+use super::core::Input;
 use crate::{Error, Result};
 
-const OUTBOUND: usize = 256;
-const LINK_EVENTS: usize = 64;
+/// Messages waiting to go out.
+const OUTBOUND: usize = 512;
+/// Room that progress and logs leave to what must arrive.
+const RESERVED: usize = 128;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-const FIRST_BACKOFF: Duration = Duration::from_millis(100);
-const LAST_BACKOFF: Duration = Duration::from_secs(5);
+/// A heartbeat that takes longer is lost.
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What comes from a connection.
+/// Makes connections to one coordinator.
 #[derive(Debug)]
-pub enum LinkEvent {
-    /// A message of the stream.
-    Message(FromCoordinator),
-    /// A heartbeat's answer says that an attempt is no longer ours.
-    Superseded(Superseded),
-    /// The connection is of no more use.
-    Broken(String),
+pub struct Connector {
+    endpoint: Endpoint,
+    inputs: mpsc::Sender<Input>,
 }
 
-/// A connection that has been welcomed.
+/// A connection that is made, or being made.
 #[derive(Debug)]
 pub struct Link {
-    /// What the coordinator said first.
-    pub welcome: Welcome,
-    /// Messages to the coordinator.
-    pub outbound: mpsc::Sender<WorkerMessage>,
-    inbound: Streaming<CoordinatorMessage>,
-    from_heartbeats: mpsc::Receiver<LinkEvent>,
-    to_self: mpsc::Sender<LinkEvent>,
-    heartbeats: JoinHandle<()>,
+    /// Its number.
+    pub connection: u64,
+    outbound: mpsc::Sender<WorkerMessage>,
+    heartbeats: mpsc::Sender<HeartbeatRequest>,
+    reader: JoinHandle<()>,
+    heart: JoinHandle<()>,
+}
+
+impl Connector {
+    /// For the coordinator at this URL; whatever comes of connections goes to `inputs`.
+    ///
+    /// # Errors
+    /// When the address is malformed.
+    pub fn new(address: &str, inputs: mpsc::Sender<Input>) -> Result<Self> {
+        let endpoint = Endpoint::from_shared(address.to_owned())
+            .map_err(|error| Error::Coordinator {
+                address: address.to_owned(),
+                reason: format!("not an address ({error}), expected a URL such as http://127.0.0.1:7420"),
+            })?
+            .connect_timeout(CONNECT_TIMEOUT)
+            .http2_keep_alive_interval(Duration::from_secs(10))
+            .keep_alive_timeout(Duration::from_secs(10))
+            .keep_alive_while_idle(true)
+            .tcp_nodelay(true);
+        Ok(Self { endpoint, inputs })
+    }
+
+    /// Begins a connection.
+    pub fn open(&self, connection: u64, hello: Hello) -> Link {
+        let (outbound, messages) = mpsc::channel(OUTBOUND);
+        let reader = Reader {
+            connection,
+            endpoint: self.endpoint.clone(),
+            inputs: self.inputs.clone(),
+        };
+        let first = outbound.clone();
+        let reader = tokio::spawn(async move {
+            // There is room: it is the first.
+            let hello = Some(FromWorker::Hello(hello));
+            let _ = first.send(WorkerMessage { message: hello }).await;
+            drop(first);
+            reader.run(messages).await;
+        });
+        let (heartbeats, requests) = mpsc::channel(1);
+        let heart = Heart {
+            connection,
+            client: client(self.endpoint.connect_lazy()),
+            inputs: self.inputs.clone(),
+        };
+        Link {
+            connection,
+            outbound,
+            heartbeats,
+            reader,
+            heart: tokio::spawn(heart.run(requests)),
+        }
+    }
 }
 
 impl Link {
-    /// The next event; [`LinkEvent::Broken`] when the stream has ended. Safe to drop and call again.
-    pub async fn next(&mut self) -> Option<LinkEvent> {
-        tokio::select! {
-            event = self.from_heartbeats.recv() => event,
-            message = self.inbound.message() => Some(match message {
-                Ok(Some(CoordinatorMessage { message: Some(message) })) => LinkEvent::Message(message),
-                Ok(Some(CoordinatorMessage { message: None })) => {
-                    LinkEvent::Broken("a message of a kind that this version does not know".to_owned())
-                }
-                Ok(None) => LinkEvent::Broken("the coordinator closed the stream".to_owned()),
-                Err(status) => LinkEvent::Broken(status.message().to_owned()),
-            }),
+    /// Puts a message on the stream; false when one that must arrive finds no room.
+    pub fn send(&self, message: FromWorker) -> bool {
+        let must_arrive = !matches!(message, FromWorker::Progress(_) | FromWorker::Log(_));
+        if !must_arrive && self.outbound.capacity() < RESERVED {
+            return true;
         }
+        let message = Some(message);
+        self.outbound.try_send(WorkerMessage { message }).is_ok() || !must_arrive
     }
 
-    /// Declares the connection broken.
-    pub fn give_up(&self, reason: &str) {
-        // A full queue already holds a reason.
-        let _ = self.to_self.try_send(LinkEvent::Broken(reason.to_owned()));
+    /// Sends a heartbeat, unless one is still on its way.
+    pub fn heartbeat(&self, request: HeartbeatRequest) {
+        // The core counts one that is never answered as lost.
+        let _ = self.heartbeats.try_send(request);
     }
 
     /// Ends the stream and its heartbeats.
     pub async fn close(self) {
-        self.heartbeats.abort();
-        let _ = self.heartbeats.await;
-    }
-}
-
-/// Connects and introduces the worker, trying again with growing pauses while the coordinator cannot be reached.
-///
-/// # Errors
-/// When the address is malformed or the coordinator refuses the worker for good.
-pub async fn connect(address: String, hello: Hello, leases: watch::Receiver<Vec<Lease>>) -> Result<Link> {
-    let endpoint = Endpoint::from_shared(address.clone())
-        .map_err(|error| Error::Coordinator {
-            address: address.clone(),
-            reason: format!("not an address ({error}), expected a URL such as http://127.0.0.1:7420"),
-        })?
-        .connect_timeout(CONNECT_TIMEOUT)
-        .http2_keep_alive_interval(Duration::from_secs(10))
-        .keep_alive_timeout(Duration::from_secs(10))
-        .keep_alive_while_idle(true)
-        .tcp_nodelay(true);
-    let mut pause = FIRST_BACKOFF;
-    let mut reported = false;
-    loop {
-        match timeout(2 * CONNECT_TIMEOUT, introduce(&endpoint, &hello, leases.clone())).await {
-            Ok(Ok(link)) => return Ok(link),
-            Ok(Err(status)) if is_final(status.code()) => {
-                return Err(Error::Coordinator {
-                    address,
-                    reason: status.message().to_owned(),
-                });
-            }
-            Ok(Err(status)) if !reported => {
-                tracing::warn!(
-                    address,
-                    reason = status.message(),
-                    "cannot reach the coordinator; trying again"
-                );
-            }
-            Ok(Err(status)) => tracing::debug!(reason = status.message(), "cannot reach the coordinator"),
-            Err(_) => tracing::warn!(address, "the coordinator does not answer; trying again"),
-        }
-        reported = true;
-        sleep(pause).await;
-        pause = (pause * 2).min(LAST_BACKOFF);
+        self.reader.abort();
+        self.heart.abort();
+        let _ = self.reader.await;
+        let _ = self.heart.await;
     }
 }
 
@@ -126,50 +127,6 @@ fn is_final(code: Code) -> bool {
         code,
         Code::InvalidArgument | Code::FailedPrecondition | Code::Unauthenticated | Code::PermissionDenied
     )
-}
-
-async fn introduce(
-    endpoint: &Endpoint,
-    hello: &Hello,
-    leases: watch::Receiver<Vec<Lease>>,
-) -> std::result::Result<Link, Status> {
-    let unreachable = |error: tonic::transport::Error| Status::unavailable(causes(&error));
-    let mut client = client(endpoint.connect().await.map_err(unreachable)?);
-    let (outbound, messages) = mpsc::channel(OUTBOUND);
-    let first = WorkerMessage {
-        message: Some(FromWorker::Hello(hello.clone())),
-    };
-    outbound
-        .send(first)
-        .await
-        .map_err(|_| Status::internal("the stream ended before it began"))?;
-    let mut inbound = client.connect(ReceiverStream::new(messages)).await?.into_inner();
-    let Some(CoordinatorMessage {
-        message: Some(FromCoordinator::Welcome(welcome)),
-    }) = inbound.message().await?
-    else {
-        return Err(Status::unavailable(
-            "the coordinator did not begin with a welcome",
-        ));
-    };
-    let heart = self::client(endpoint.connect().await.map_err(unreachable)?);
-    let (to_self, from_heartbeats) = mpsc::channel(LINK_EVENTS);
-    let beat = Heart {
-        client: heart,
-        welcome: welcome.clone(),
-        epoch: hello.epoch,
-        leases,
-        events: to_self.clone(),
-    };
-    let heartbeats = tokio::spawn(beat.run());
-    Ok(Link {
-        welcome,
-        outbound,
-        inbound,
-        from_heartbeats,
-        to_self,
-        heartbeats,
-    })
 }
 
 fn client(channel: Channel) -> WorkersClient<Channel> {
@@ -190,49 +147,109 @@ fn causes(error: &dyn std::error::Error) -> String {
     line
 }
 
+struct Reader {
+    connection: u64,
+    endpoint: Endpoint,
+    inputs: mpsc::Sender<Input>,
+}
+
+impl Reader {
+    async fn run(self, messages: mpsc::Receiver<WorkerMessage>) {
+        let connection = self.connection;
+        let last = match timeout(2 * CONNECT_TIMEOUT, self.introduce(messages)).await {
+            Ok(Ok(inbound)) => self.read(inbound).await,
+            Ok(Err(status)) if is_final(status.code()) => Input::Refused {
+                connection,
+                reason: status.message().to_owned(),
+            },
+            Ok(Err(status)) => self.lost(status.message()),
+            Err(_) => self.lost("the coordinator does not answer"),
+        };
+        // Who listened may have gone.
+        let _ = self.inputs.send(last).await;
+    }
+
+    fn lost(&self, reason: &str) -> Input {
+        Input::ConnectionLost {
+            connection: self.connection,
+            reason: reason.to_owned(),
+        }
+    }
+
+    async fn introduce(
+        &self,
+        messages: mpsc::Receiver<WorkerMessage>,
+    ) -> std::result::Result<Streaming<CoordinatorMessage>, Status> {
+        let channel = self.endpoint.connect().await;
+        let channel = channel.map_err(|error| Status::unavailable(causes(&error)))?;
+        let response = client(channel).connect(ReceiverStream::new(messages)).await?;
+        let mut inbound = response.into_inner();
+        let Some(CoordinatorMessage {
+            message: Some(FromCoordinator::Welcome(welcome)),
+        }) = inbound.message().await?
+        else {
+            return Err(Status::unavailable(
+                "the coordinator did not begin with a welcome",
+            ));
+        };
+        let connected = Input::Connected {
+            connection: self.connection,
+            welcome: Box::new(welcome),
+        };
+        let _ = self.inputs.send(connected).await;
+        Ok(inbound)
+    }
+
+    /// Reads the stream to its end.
+    async fn read(&self, mut inbound: Streaming<CoordinatorMessage>) -> Input {
+        loop {
+            let message = match inbound.message().await {
+                Ok(Some(CoordinatorMessage {
+                    message: Some(message),
+                })) => message,
+                // A kind of message that a newer coordinator knows.
+                Ok(Some(CoordinatorMessage { message: None })) => continue,
+                Ok(None) => return self.lost("the coordinator closed the stream"),
+                Err(status) => return self.lost(status.message()),
+            };
+            let message = Input::Message {
+                connection: self.connection,
+                message,
+            };
+            if self.inputs.send(message).await.is_err() {
+                return self.lost("nobody listens");
+            }
+        }
+    }
+}
+
 struct Heart {
+    connection: u64,
     client: WorkersClient<Channel>,
-    welcome: Welcome,
-    epoch: u64,
-    leases: watch::Receiver<Vec<Lease>>,
-    events: mpsc::Sender<LinkEvent>,
+    inputs: mpsc::Sender<Input>,
 }
 
 impl Heart {
-    async fn run(mut self) {
-        let every = Duration::from_millis(u64::from(self.welcome.heartbeat_interval_ms.max(10)));
-        let lost = Duration::from_millis(u64::from(self.welcome.worker_lost_ms)).max(2 * every);
-        let mut ticks = interval(every);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut last_answer = Instant::now();
-        loop {
-            ticks.tick().await;
-            let request = HeartbeatRequest {
-                term: self.welcome.term,
-                worker_id: self.welcome.worker_id,
-                epoch: self.epoch,
-                attempts: self.leases.borrow().clone(),
+    async fn run(mut self, mut requests: mpsc::Receiver<HeartbeatRequest>) {
+        let connection = self.connection;
+        let failed = |unknown: bool, reason: &str| Input::HeartbeatFailed {
+            connection,
+            unknown,
+            reason: reason.to_owned(),
+        };
+        while let Some(request) = requests.recv().await {
+            let input = match timeout(HEARTBEAT_TIMEOUT, self.client.heartbeat(request)).await {
+                Ok(Ok(answer)) => Input::HeartbeatAnswer {
+                    connection,
+                    answer: answer.into_inner(),
+                },
+                Ok(Err(status)) => {
+                    let unknown = is_final(status.code()) || status.code() == Code::NotFound;
+                    failed(unknown, status.message())
+                }
+                Err(_) => failed(false, "no answer"),
             };
-            let broken = match timeout(every.max(Duration::from_secs(1)), self.client.heartbeat(request))
-                .await
-            {
-                Ok(Ok(answer)) => {
-                    last_answer = Instant::now();
-                    let answer = answer.into_inner();
-                    for superseded in answer.superseded {
-                        let _ = self.events.send(LinkEvent::Superseded(superseded)).await;
-                    }
-                    (answer.term != self.welcome.term).then(|| "the coordinator has started anew".to_owned())
-                }
-                Ok(Err(status)) if is_final(status.code()) || status.code() == Code::NotFound => {
-                    Some(status.message().to_owned())
-                }
-                Ok(Err(_)) | Err(_) => {
-                    (last_answer.elapsed() > lost).then(|| "heartbeats are not answered".to_owned())
-                }
-            };
-            if let Some(reason) = broken {
-                let _ = self.events.send(LinkEvent::Broken(reason)).await;
+            if self.inputs.send(input).await.is_err() {
                 return;
             }
         }

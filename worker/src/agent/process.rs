@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use espalier_proto::task::{Failure, FailureKind};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, Lines};
@@ -12,6 +13,7 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
+use super::memory::control_group_file;
 use super::options::{ChildOptions, DeviceOptions};
 use crate::child::protocol::{Reply, Request};
 use crate::{Error, Result};
@@ -22,6 +24,11 @@ const LOG_LINES: usize = 256;
 const LINE_BYTES: usize = 4096;
 /// Last lines kept to tell why a child ended.
 const TAIL_LINES: usize = 20;
+
+/// How long a child may take to be gone after it was killed.
+const KILL_PATIENCE: Duration = Duration::from_secs(5);
+/// How long a line that was written before an end may take to come after it.
+const LAST_LINES_PATIENCE: Duration = Duration::from_millis(2);
 
 /// Log lines passed on together.
 const LINES_TOGETHER: usize = 100;
@@ -137,37 +144,67 @@ impl Process {
         }
     }
 
-    /// Kills the child's process group and waits until it is gone.
-    pub async fn kill(mut self) {
-        self.kill_group();
-        let _ = self.child.wait().await;
-        self.log_reader.abort();
+    /// The child's process group.
+    pub fn group(&self) -> Option<i32> {
+        self.group
     }
 
-    /// Waits for a child that closed its output, kills what is left of its group, and says why it ended.
-    pub async fn autopsy(mut self) -> Failure {
-        let waited = tokio::time::timeout(std::time::Duration::from_secs(5), self.child.wait()).await;
+    /// Lines of the log that were written before what was said last and have not been passed on.
+    pub async fn last_lines(&mut self) -> Vec<String> {
+        let mut lines = Vec::new();
+        while lines.len() < LOG_LINES
+            && let Ok(Some(line)) = tokio::time::timeout(LAST_LINES_PATIENCE, self.log.recv()).await
+        {
+            lines.push(line);
+        }
+        lines
+    }
+
+    /// Kills the child's process group and waits for the child itself. One that the system cannot end is
+    /// left to whoever looks whether the device is free.
+    pub async fn kill(mut self) {
+        self.kill_group();
+        let _ = tokio::time::timeout(KILL_PATIENCE, self.child.wait()).await;
+        self.log_reader.abort();
+        let _ = self.log_reader.await;
+    }
+
+    /// Waits for a child that closed its output, kills what is left of its group, and says why it ended and
+    /// what it wrote last.
+    pub async fn autopsy(mut self) -> (Failure, Vec<String>) {
+        let waited = tokio::time::timeout(KILL_PATIENCE, self.child.wait()).await;
         // The group may hold grandchildren even when the child itself is gone.
         self.kill_group();
         let status = match waited {
-            Ok(status) => status,
-            Err(_) => self.child.wait().await,
+            Ok(status) => Some(status),
+            Err(_) => tokio::time::timeout(KILL_PATIENCE, self.child.wait()).await.ok(),
         };
-        let _ = tokio::time::timeout(std::time::Duration::from_secs(1), &mut self.log_reader).await;
-        self.log_reader.abort();
+        if tokio::time::timeout(Duration::from_secs(1), &mut self.log_reader)
+            .await
+            .is_err()
+        {
+            self.log_reader.abort();
+        }
+        let mut lines = Vec::new();
+        while let Ok(line) = self.log.try_recv() {
+            lines.push(line);
+        }
         let tail: Vec<String> = self
             .tail
             .lock()
             .map(|tail| tail.iter().cloned().collect())
             .unwrap_or_default();
         let killed_for_memory = out_of_memory_kills() > self.out_of_memory_kills;
-        match status {
-            Ok(status) => classify(status, &tail, killed_for_memory),
-            Err(error) => Failure {
-                kind: FailureKind::Crashed,
-                message: format!("the child is gone: {error}"),
-            },
-        }
+        let gone = |message: String| Failure {
+            kind: FailureKind::Crashed,
+            message,
+        };
+        let failure = match status {
+            Some(Ok(status)) => classify(status, &tail, killed_for_memory),
+            Some(Err(error)) => gone(format!("the device child is gone: {error}")),
+            None => gone("the device child closed its output and cannot be killed".to_owned()),
+        };
+        (failure, lines)
     }
 
     fn kill_group(&self) {
@@ -178,10 +215,18 @@ impl Process {
     }
 }
 
-/// Tells a crash from running out of memory: by the allocator's last words, or by the kernel's count of
+/// Whether a line is what an allocator says at its end: Rust's for the host, or CUDA's for a device.
+fn tells_of_no_memory(line: &str) -> bool {
+    line.contains("memory allocation of")
+        || line.contains("CUDA_ERROR_OUT_OF_MEMORY")
+        || line.contains("cudaErrorMemoryAllocation")
+        || (line.contains("CUDA") && line.contains("out of memory"))
+}
+
+/// Tells a crash from running out of memory: by an allocator's last words, or by the kernel's count of
 /// processes it killed for memory when the child died of SIGKILL.
 fn classify(status: ExitStatus, tail: &[String], killed_for_memory: bool) -> Failure {
-    let allocator = tail.iter().any(|line| line.contains("memory allocation of"));
+    let allocator = tail.iter().any(|line| tells_of_no_memory(line));
     let by_kernel = status.signal() == Some(libc::SIGKILL) && killed_for_memory;
     let last = tail
         .last()
@@ -210,11 +255,17 @@ fn classify(status: ExitStatus, tail: &[String], killed_for_memory: bool) -> Fai
     }
 }
 
-/// How many processes the kernel has killed for memory since it started.
+/// How many processes of our control group the kernel has killed for memory, or of the whole system where
+/// there is no such count.
 fn out_of_memory_kills() -> u64 {
-    let text = std::fs::read_to_string("/proc/vmstat").unwrap_or_default();
-    text.lines()
-        .find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
+    let count = |text: &str| {
+        text.lines()
+            .find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
+    };
+    control_group_file("memory.events")
+        .as_deref()
+        .and_then(count)
+        .or_else(|| count(&std::fs::read_to_string("/proc/vmstat").ok()?))
         .unwrap_or(0)
 }
 
@@ -245,5 +296,36 @@ async fn read_log(
         }
         // Lossy by design: a log never holds a child up.
         let _ = sender.try_send(line);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn running_out_of_memory_is_told_from_a_crash() {
+        let killed = ExitStatus::from_raw(libc::SIGKILL);
+        let aborted = ExitStatus::from_raw(libc::SIGABRT);
+        let line = |text: &str| vec![text.to_owned()];
+        assert_eq!(classify(killed, &[], true).kind, FailureKind::OutOfMemory);
+        assert_eq!(classify(killed, &[], false).kind, FailureKind::Crashed);
+        assert_eq!(classify(aborted, &[], true).kind, FailureKind::Crashed);
+        for words in [
+            "memory allocation of 1099511627776 bytes failed",
+            "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+            "RuntimeError: CUDA error: out of memory",
+        ] {
+            assert_eq!(
+                classify(aborted, &line(words), false).kind,
+                FailureKind::OutOfMemory,
+                "{words}"
+            );
+        }
+        assert_eq!(
+            classify(aborted, &line("the budget ran out"), false).kind,
+            FailureKind::Crashed
+        );
     }
 }

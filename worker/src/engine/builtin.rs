@@ -14,6 +14,7 @@ use espalier_model::ops::Operations;
 use espalier_model::{Model, Tensor};
 use espalier_search::{CostKey, Measurement, Workload};
 
+use super::quiet::Quiet;
 use super::statistics::{drift, summary};
 use crate::agent::options::processor_name;
 use crate::{Error, Result};
@@ -108,12 +109,12 @@ impl Bench {
         self.once().map(|_| ())
     }
 
-    /// Runs the workload once and keeps its times.
+    /// Runs the workload once, undisturbed, and keeps its times.
     ///
     /// # Errors
-    /// When the model fails.
-    pub fn run(&mut self) -> Result<()> {
-        let sample = self.once()?;
+    /// When the model fails, or is disturbed again and again.
+    pub fn run(&mut self, quiet: &Quiet) -> Result<()> {
+        let sample = quiet.measure(|| self.once())?;
         self.samples.push(sample);
         Ok(())
     }

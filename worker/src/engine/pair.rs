@@ -8,6 +8,7 @@ use espalier_proto::task::MeasuredPair;
 use espalier_search::Workload;
 
 use super::builtin::Bench;
+use super::quiet::Quiet;
 use crate::Result;
 
 /// The parent's own latency may drift this far within a series before it is taken again.
@@ -30,6 +31,7 @@ pub fn measure_pair(
     progress: &mut dyn FnMut(usize, usize) -> Result<()>,
 ) -> Result<MeasuredPair> {
     let repeats = repeats.max(4);
+    let quiet = Quiet::watch()?;
     let mut parent_bench = Bench::new(operations, parent, workload)?;
     let mut candidate_bench = Bench::new(operations, candidate, workload)?;
     parent_bench.warm_up()?;
@@ -41,11 +43,11 @@ pub fn measure_pair(
         for round in 0..repeats {
             // The order turns round each time, so that neither always follows the other.
             if round % 2 == 0 {
-                parent_bench.run()?;
-                candidate_bench.run()?;
+                parent_bench.run(&quiet)?;
+                candidate_bench.run(&quiet)?;
             } else {
-                candidate_bench.run()?;
-                parent_bench.run()?;
+                candidate_bench.run(&quiet)?;
+                parent_bench.run(&quiet)?;
             }
             progress(round + 1, repeats)?;
         }

@@ -16,6 +16,7 @@ use espalier_model::ops::Operations;
 use espalier_search::{CostRow, Point, Subject};
 
 use super::builtin::{dummy, milliseconds, prompt, tensor_bytes};
+use super::quiet::Quiet;
 use super::statistics::{median, spread};
 use crate::{Error, Result};
 
@@ -90,19 +91,17 @@ impl Stacks {
         })
     }
 
-    /// One round: every subject at every point.
+    /// One round: every subject at every point, each undisturbed.
     ///
     /// # Errors
-    /// When a model fails.
-    pub fn round(&mut self) -> Result<()> {
+    /// When a model fails, or is disturbed again and again.
+    pub fn round(&mut self, quiet: &Quiet) -> Result<()> {
         for index in 0..self.points.len() {
-            let deep = time_all(&self.operations, &self.subjects.deep, self.points[index])?;
-            let shallow = time_all(&self.operations, &self.subjects.shallow, self.points[index])?;
-            let base = time_all(
-                &self.operations,
-                std::slice::from_ref(&self.subjects.base),
-                self.points[index],
-            )?;
+            let point = self.points[index];
+            let time = |stacks| quiet.measure(|| time_all(&self.operations, stacks, point));
+            let deep = time(&self.subjects.deep)?;
+            let shallow = time(&self.subjects.shallow)?;
+            let base = time(std::slice::from_ref(&self.subjects.base))?;
             for (shape, (deep, shallow)) in deep.iter().zip(&shallow).enumerate() {
                 let copies = self.subjects.differences[shape];
                 let differences = deep

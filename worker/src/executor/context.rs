@@ -18,8 +18,17 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Takes progress on its way to the agent.
 pub type ProgressSink = Box<dyn Fn(Progress)>;
-/// Says whether the attempt was cancelled.
-pub type CancelFlag = Box<dyn Fn() -> bool>;
+/// Says whether the attempt should stop.
+pub type StopFlag = Box<dyn Fn() -> Option<Stop>>;
+
+/// How an attempt should stop.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stop {
+    /// At its next chance; whatever it has is dropped.
+    Now,
+    /// As soon as it has left what the next attempt can go on from; at its next chance when it leaves nothing.
+    AfterCheckpoint,
+}
 
 /// One attempt's surroundings.
 pub struct Context<'a> {
@@ -30,20 +39,22 @@ pub struct Context<'a> {
     /// The attempt's number: what it leaves for a later one is recorded under it.
     pub attempt: u64,
     progress: ProgressSink,
-    cancelled: CancelFlag,
+    stop: StopFlag,
+    leaves_checkpoints: Cell<bool>,
     last_progress: Cell<Option<Instant>>,
 }
 
 impl<'a> Context<'a> {
     /// An attempt on the CPU.
-    pub fn new(store: &'a BlockingStore, progress: ProgressSink, cancelled: CancelFlag) -> Self {
+    pub fn new(store: &'a BlockingStore, progress: ProgressSink, stop: StopFlag) -> Self {
         let operations: Arc<dyn Operations> = Arc::new(CpuOperations::new());
         Self {
             operations,
             store,
             attempt: 0,
             progress,
-            cancelled,
+            stop,
+            leaves_checkpoints: Cell::new(false),
             last_progress: Cell::new(None),
         }
     }
@@ -89,11 +100,22 @@ impl<'a> Context<'a> {
     /// # Errors
     /// [`Error::Cancelled`] when it should.
     pub fn check_cancelled(&self) -> Result<()> {
-        if (self.cancelled)() {
-            Err(Error::Cancelled)
-        } else {
-            Ok(())
+        match (self.stop)() {
+            Some(Stop::AfterCheckpoint) if self.leaves_checkpoints.get() => Ok(()),
+            Some(Stop::Now | Stop::AfterCheckpoint) => Err(Error::Cancelled),
+            None => Ok(()),
         }
+    }
+
+    /// From here on the attempt looks by itself whether a checkpoint is asked of it, leaves one and stops; until
+    /// then only a stop at once interrupts it.
+    pub fn leave_checkpoints(&self) {
+        self.leaves_checkpoints.set(true);
+    }
+
+    /// Whether the attempt should leave a checkpoint and stop.
+    pub fn is_checkpoint_asked(&self) -> bool {
+        (self.stop)() == Some(Stop::AfterCheckpoint)
     }
 
     /// Lets `write` make a file beside the store, and takes it in as an artifact. On an error nothing stays.

@@ -6,6 +6,7 @@ use espalier_proto::task::{Profile, Profiled};
 use super::{Caches, Context};
 use crate::Result;
 use crate::engine::builtin::{Bench, cost_key, dummy};
+use crate::engine::quiet::Quiet;
 use crate::engine::stacks::Stacks;
 
 /// Rounds at the least: fewer give no spread worth the name.
@@ -22,15 +23,16 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Profile) ->
     let parent = dummy(operations, &task.architecture, 1)?;
     let mut bench = Bench::new(operations, &parent, &task.workload)?;
     bench.warm_up()?;
+    let quiet = Quiet::watch()?;
     // The first round warms pools and tables up and is thrown away.
-    stacks.round()?;
+    stacks.round(&quiet)?;
     stacks.forget();
     for round in 0..rounds {
         context.progress(round + 1, rounds + 1, "rounds", || {
             format!("{} shapes at {} points", task.shapes.len(), task.points.len())
         })?;
-        bench.run()?;
-        stacks.round()?;
+        bench.run(&quiet)?;
+        stacks.round(&quiet)?;
     }
     context.progress(rounds + 1, rounds + 1, "rounds", String::new)?;
     Ok(Profiled {

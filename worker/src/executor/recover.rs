@@ -1,8 +1,8 @@
 //! Recover: a student is distilled from its parent, forward KL at temperature 1.
 //!
 //! The order of the sequences follows from the recipe's seed alone; a checkpoint (weights, moments, losses)
-//! is written every so many steps and recorded under the task's own hash, so that another attempt goes on
-//! where this one ended, to the bit. Distillation can make a model worse: when the loss on a fixed slice of
+//! is written every so many steps and recorded under the task's own hash and the attempt's number, so that
+//! another attempt goes on where the furthest one ended, to the bit. Distillation can make a model worse: when the loss on a fixed slice of
 //! the training data is higher after than before, the untrained weights are kept.
 
 use std::sync::Arc;
@@ -108,14 +108,11 @@ impl Attempt<'_, '_> {
     fn train(&self, caches: &mut Caches) -> Result<Recovered> {
         let untrained = self.resident.model.slice(&self.task.candidate)?;
         let before = self.guard_loss(caches, Arc::new(untrained.clone()))?;
-        let (mut trainer, mut checkpoint) = self.begin(&untrained)?;
-        let earlier_seconds = checkpoint.as_ref().map_or(0.0, |checkpoint| checkpoint.seconds);
-        let mut losses = checkpoint
-            .as_ref()
-            .map(|checkpoint| checkpoint.losses.clone())
-            .unwrap_or_default();
+        let (mut trainer, mut losses, earlier_seconds) = self.begin(&untrained)?;
+        let mut own: Option<Checkpoint> = None;
         let start = Instant::now();
         let order = Order::new(self.corpus.places.len(), self.task.recipe.seed);
+        self.context.leave_checkpoints();
         while losses.len() < self.steps {
             let step = losses.len();
             let loss = self.step(caches, &mut trainer, &order, step)?;
@@ -125,11 +122,19 @@ impl Attempt<'_, '_> {
                 .progress((step + 1) * self.step_tokens(), total, "tokens", || {
                     format!("step {} of {}, loss {loss:.4}", step + 1, self.steps)
                 })?;
+            if losses.len() == self.steps {
+                break;
+            }
             let every = self.task.recipe.checkpoint_steps;
-            if every > 0 && (losses.len() as u64).is_multiple_of(every) && losses.len() < self.steps {
+            let asked = self.context.is_checkpoint_asked();
+            if asked || (every > 0 && (losses.len() as u64).is_multiple_of(every)) {
                 let seconds = earlier_seconds + start.elapsed().as_secs_f64();
-                let previous = checkpoint.replace(self.save(&trainer, &losses, seconds)?);
-                self.discard(previous.as_ref(), checkpoint.as_ref());
+                let previous = own.replace(self.save(&trainer, &losses, seconds)?);
+                self.discard(previous.as_ref(), own.as_ref());
+            }
+            if asked {
+                tracing::info!(step = losses.len(), "a checkpoint was asked for and is written");
+                return Err(Error::Cancelled);
             }
         }
         let seconds = earlier_seconds + start.elapsed().as_secs_f64();
@@ -160,50 +165,66 @@ impl Attempt<'_, '_> {
         self.task.recipe.batch_sequences * self.corpus.sequence_tokens
     }
 
-    /// A fresh trainer, or the one that an earlier attempt left.
-    fn begin(&self, untrained: &Model) -> Result<(Trainer, Option<Checkpoint>)> {
-        let operations = Arc::clone(&self.context.operations);
-        if let Some(checkpoint) = self.earlier()? {
-            let loaded = self
-                .context
-                .store
-                .get_file(&checkpoint.trainer.0)
-                .map_err(Error::from)
-                .and_then(|path| Ok(Trainer::load(Arc::clone(&operations), &path, ACTIVATION_BYTES)?));
-            match loaded {
-                Ok(trainer) if trainer.model().architecture == untrained.architecture => {
-                    tracing::info!(
-                        step = checkpoint.losses.len(),
-                        "going on from an earlier attempt's checkpoint"
-                    );
-                    return Ok((trainer, Some(checkpoint)));
+    /// A fresh trainer, or the one that an earlier attempt left, with its losses and the seconds it took.
+    fn begin(&self, untrained: &Model) -> Result<(Trainer, Vec<f32>, f64)> {
+        for (checkpoint, whose) in self.earlier()? {
+            match self.load(&checkpoint, untrained) {
+                Ok(trainer) => {
+                    let step = checkpoint.losses.len();
+                    tracing::info!(step, whose, "going on from a checkpoint");
+                    return Ok((trainer, checkpoint.losses, checkpoint.seconds));
                 }
-                Ok(_) => tracing::warn!("an earlier attempt's checkpoint is of another shape; starting anew"),
-                Err(error) => {
-                    tracing::warn!(%error, "an earlier attempt's checkpoint cannot be used; starting anew")
-                }
+                // Its attempt may be at work yet and have replaced it, or somebody may have damaged it.
+                Err(error) => tracing::warn!(%error, whose, "a checkpoint cannot be used"),
             }
         }
-        Ok((Trainer::new(operations, untrained, ACTIVATION_BYTES)?, None))
+        let operations = Arc::clone(&self.context.operations);
+        Ok((
+            Trainer::new(operations, untrained, ACTIVATION_BYTES)?,
+            Vec::new(),
+            0.0,
+        ))
     }
 
-    /// The checkpoint that the task names, else the one recorded for it.
-    fn earlier(&self) -> Result<Option<Checkpoint>> {
-        let bytes = match &self.task.resume {
-            Some(artifact) => Some(self.context.store.get_bytes(&artifact.0)?),
+    fn load(&self, checkpoint: &Checkpoint, untrained: &Model) -> Result<Trainer> {
+        let path = self.context.store.get_file(&checkpoint.trainer.0)?;
+        let operations = Arc::clone(&self.context.operations);
+        let trainer = Trainer::load(operations, &path, ACTIVATION_BYTES)?;
+        if trainer.model().architecture != untrained.architecture {
+            let reason = "it is of a model of another shape".to_owned();
+            let artifact = checkpoint.trainer.to_string();
+            return Err(Error::Content { artifact, reason });
+        }
+        Ok(trainer)
+    }
+
+    /// The checkpoint that the task names, else those that attempts at the same question have recorded, the one
+    /// with the most steps first; each with whose it is.
+    fn earlier(&self) -> Result<Vec<(Checkpoint, String)>> {
+        let recorded = match &self.task.resume {
+            Some(artifact) => {
+                let bytes = self.context.store.get_bytes(&artifact.0)?;
+                vec![("named by the task".to_owned(), bytes)]
+            }
             None => {
                 let records = self.context.store.records(&self.about)?;
-                records.into_iter().next_back().map(|(_, bytes)| bytes)
+                let records = records.into_iter();
+                records
+                    .map(|(attempt, bytes)| (format!("of attempt {attempt}"), bytes))
+                    .collect()
             }
         };
-        let Some(bytes) = bytes else { return Ok(None) };
-        match serde_json::from_slice::<Checkpoint>(&bytes) {
-            Ok(checkpoint) if checkpoint.losses.len() <= self.steps => Ok(Some(checkpoint)),
-            Ok(_) | Err(_) => {
-                tracing::warn!("the record of an earlier attempt cannot be read; starting anew");
-                Ok(None)
+        let mut checkpoints = Vec::with_capacity(recorded.len());
+        for (whose, bytes) in recorded {
+            match serde_json::from_slice::<Checkpoint>(&bytes) {
+                Ok(checkpoint) if checkpoint.losses.len() <= self.steps => {
+                    checkpoints.push((checkpoint, whose))
+                }
+                Ok(_) | Err(_) => tracing::warn!(whose, "the record of a checkpoint cannot be read"),
             }
         }
+        checkpoints.sort_by_key(|(checkpoint, _)| std::cmp::Reverse(checkpoint.losses.len()));
+        Ok(checkpoints)
     }
 
     fn save(&self, trainer: &Trainer, losses: &[f32], seconds: f64) -> Result<Checkpoint> {
@@ -221,7 +242,8 @@ impl Attempt<'_, '_> {
         Ok(checkpoint)
     }
 
-    /// Checkpoints are large, and only the last one matters.
+    /// Checkpoints are large, and only the last one matters. An attempt removes only what it wrote itself: whoever
+    /// wrote the others may be at work yet.
     fn discard(&self, previous: Option<&Checkpoint>, current: Option<&Checkpoint>) {
         let Some(previous) = previous else { return };
         if current.is_some_and(|current| current.trainer == previous.trainer) {

@@ -248,6 +248,7 @@ impl World {
                 *exported = Some(parent().with_candidate(&export.student.candidate).unwrap());
                 TaskOutput::Export(Exported {
                     directory: export.directory.clone(),
+                    attempt: 0,
                     weight_bytes: 1,
                     parameters: 1,
                     needs_remote_code: true,

@@ -1,0 +1,68 @@
+//! Processes for tests: a device child as the program has it, the same with a process of its own, and an
+//! agent that does nothing but hold a child at work, so that it can be killed.
+//!
+//! ```text
+//! stand_in child [MARKER]
+//! stand_in parent-of-one [MARKER]
+//! stand_in holder CHILD SPEC STORE
+//! ```
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::Command;
+
+use espalier_worker::agent::options::{ChildOptions, DeviceOptions};
+use espalier_worker::agent::process::Process;
+use espalier_worker::child::protocol::{Order, Request};
+
+type Answer = Result<(), Box<dyn std::error::Error>>;
+
+fn main() -> Answer {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    match words[..] {
+        ["child", ..] => child(),
+        ["parent-of-one", ..] => {
+            Command::new("sleep").arg("3600").spawn()?;
+            child()
+        }
+        ["holder", child, spec, store] => hold(child, spec, store),
+        _ => Err("expected: child | parent-of-one | holder CHILD SPEC STORE".into()),
+    }
+}
+
+fn child() -> Answer {
+    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
+    Ok(espalier_worker::run_child()?)
+}
+
+/// Has a child work on a spec and prints the child's process group; never ends.
+fn hold(child: &str, spec: &str, store: &str) -> Answer {
+    let options = ChildOptions {
+        program: Some(PathBuf::from(std::env::current_exe()?)),
+        arguments: vec![child.to_owned()],
+        ..ChildOptions::default()
+    };
+    let order = Order {
+        attempt: 1,
+        job: String::new(),
+        task: 1,
+        traceparent: String::new(),
+        artifact_store: store.to_owned(),
+        spec: serde_json::from_str(spec)?,
+        gang: None,
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    runtime.block_on(async {
+        let mut process = Process::start(&options, &DeviceOptions::cpu(1))?;
+        process.send(&Request::Run(Box::new(order))).await?;
+        // Its first words tell that it works.
+        process.next().await;
+        println!("{}", process.group().unwrap_or(0));
+        std::io::stdout().flush()?;
+        while process.next().await.is_some() {}
+        Ok(())
+    })
+}

@@ -1,0 +1,163 @@
+//! Whether a device is really free: no process of the child before is left, and the memory it held has come
+//! back. A device that does not come free is said to be so, with the evidence, and never silently used again.
+
+use std::fmt;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+
+/// How long memory may take to come back after its holder was killed.
+pub const RECLAIM_TIMEOUT: Duration = Duration::from_secs(30);
+const FIRST_LOOK: Duration = Duration::from_millis(2);
+const LAST_LOOK: Duration = Duration::from_millis(250);
+
+/// What is free on a device, seen from outside its child.
+pub trait DeviceMemory: fmt::Debug + Send + Sync {
+    /// Bytes that a fresh child could have now; none where the system does not tell.
+    fn free_bytes(&self) -> Option<u64>;
+}
+
+/// The host's memory, for devices of kind `cpu`.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct HostMemory;
+
+impl DeviceMemory for HostMemory {
+    fn free_bytes(&self) -> Option<u64> {
+        let host = meminfo_bytes("MemAvailable:");
+        [host, control_group_free_bytes()].into_iter().flatten().min()
+    }
+}
+
+/// A field of `/proc/meminfo`.
+pub(super) fn meminfo_bytes(field: &str) -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let value = text.lines().find_map(|line| line.strip_prefix(field))?;
+    let kibibytes: u64 = value.split_whitespace().next()?.parse().ok()?;
+    Some(kibibytes.saturating_mul(1024))
+}
+
+/// What the limit of our own control group leaves; none without a limit. Its file cache can be dropped and
+/// counts as free.
+fn control_group_free_bytes() -> Option<u64> {
+    let limit: u64 = control_group_file("memory.max")?.trim().parse().ok()?;
+    let used: u64 = control_group_file("memory.current")?.trim().parse().ok()?;
+    let statistics = control_group_file("memory.stat")?;
+    let cached = statistics
+        .lines()
+        .find_map(|line| line.strip_prefix("file ")?.trim().parse::<u64>().ok())
+        .unwrap_or(0);
+    Some(limit.saturating_sub(used.saturating_sub(cached)))
+}
+
+/// A file of our own control group (version 2).
+pub(super) fn control_group_file(name: &str) -> Option<String> {
+    let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    let path = groups.lines().find_map(|line| line.strip_prefix("0::"))?;
+    let path = format!("/sys/fs/cgroup/{}/{name}", path.trim_matches('/'));
+    std::fs::read_to_string(path).ok()
+}
+
+/// Living processes of a process group. One that has ended and waits for its parent holds nothing any more.
+pub fn processes_of_group(group: i32) -> Vec<i32> {
+    let Ok(entries) = std::fs::read_dir("/proc") else {
+        return Vec::new();
+    };
+    let processes = entries
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    processes
+        .filter(|process| matches!(state_and_group(*process), Some((state, of)) if of == group && !matches!(state, 'Z' | 'X')))
+        .collect()
+}
+
+/// A process's state and group, from `/proc/<process>/stat`.
+fn state_and_group(process: i32) -> Option<(char, i32)> {
+    let text = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+    // The name before the last parenthesis may hold anything.
+    let mut fields = text.rsplit_once(')')?.1.split_whitespace();
+    let state = fields.next()?.chars().next()?;
+    let group = fields.nth(1)?.parse().ok()?;
+    Some((state, group))
+}
+
+/// Waits until no process of `group` is left and `need_bytes` are free.
+///
+/// # Errors
+/// After `patience`: what is left, in one line.
+pub async fn wait_until_free(
+    memory: &dyn DeviceMemory,
+    group: Option<i32>,
+    need_bytes: u64,
+    patience: Duration,
+) -> std::result::Result<(), String> {
+    let deadline = Instant::now() + patience;
+    let mut pause = FIRST_LOOK;
+    loop {
+        let left = match group {
+            // Reading /proc takes milliseconds on a busy host.
+            Some(group) => tokio::task::spawn_blocking(move || processes_of_group(group))
+                .await
+                .unwrap_or_default(),
+            None => Vec::new(),
+        };
+        let free = memory.free_bytes();
+        let fits = need_bytes == 0 || free.is_none_or(|free| free >= need_bytes);
+        if left.is_empty() && fits {
+            return Ok(());
+        }
+        if Instant::now() >= deadline {
+            return Err(evidence(&left, free, need_bytes, patience));
+        }
+        sleep(pause).await;
+        pause = (2 * pause).min(LAST_LOOK);
+    }
+}
+
+fn evidence(left: &[i32], free: Option<u64>, need_bytes: u64, patience: Duration) -> String {
+    let seconds = patience.as_secs();
+    let mut line = format!("the device is not free {seconds} s after its last child was killed");
+    if !left.is_empty() {
+        line.push_str(&format!("; processes {left:?} of the child are left"));
+    }
+    if let Some(free) = free {
+        line.push_str(&format!(
+            "; {free} bytes of memory are free, and {need_bytes} are needed"
+        ));
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[derive(Debug)]
+    struct Fixed(u64);
+
+    impl DeviceMemory for Fixed {
+        fn free_bytes(&self) -> Option<u64> {
+            Some(self.0)
+        }
+    }
+
+    #[tokio::test]
+    async fn memory_that_does_not_come_back_is_told_with_its_evidence() {
+        let patience = Duration::from_millis(20);
+        let told = wait_until_free(&Fixed(10), None, 11, patience).await.unwrap_err();
+        assert!(
+            told.contains("10 bytes") && told.contains("11 are needed"),
+            "{told}"
+        );
+        wait_until_free(&Fixed(11), None, 11, patience).await.unwrap();
+    }
+
+    #[test]
+    fn this_process_is_found_in_its_group() {
+        // SAFETY: asks for a number.
+        let group = unsafe { libc::getpgrp() };
+        let own = i32::try_from(std::process::id()).unwrap();
+        assert!(processes_of_group(group).contains(&own));
+        assert!(HostMemory.free_bytes().is_some_and(|free| free > 0));
+    }
+}

@@ -1,0 +1,140 @@
+//! A rank of a gang before its work: it makes itself reachable, says so, and waits until all stand ready.
+//! What ranks then say to each other belongs to the executor.
+
+use std::net::TcpListener;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
+
+use super::protocol::{Place, Request};
+use super::stop::Stops;
+use crate::{Error, Result};
+
+/// How often a rank that waits looks whether it should stop.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// A gang that stands ready.
+#[derive(Debug)]
+pub(super) struct Released {
+    communicator: String,
+    addresses: Vec<String>,
+    /// Where the other ranks reach this one.
+    _listener: TcpListener,
+}
+
+/// Listens for the other ranks, says where through `say`, and waits for the release.
+///
+/// # Errors
+/// [`Error::Cancelled`] when the generation ends first; when no port can be had.
+pub(super) fn stand_ready(
+    place: &Place,
+    attempt: u64,
+    requests: &Receiver<Request>,
+    stops: &Stops,
+    say: impl FnOnce(String),
+) -> Result<Released> {
+    let listened = TcpListener::bind((place.host.as_str(), 0)).and_then(|listener| {
+        let address = listener.local_addr()?;
+        Ok((listener, address))
+    });
+    let (listener, address) = listened.map_err(|error| Error::Child {
+        reason: format!("rank {} cannot listen on {}: {error}", place.rank, place.host),
+    })?;
+    tracing::info!(rank = place.rank, ranks = place.ranks, generation = place.generation, %address, "a rank stands ready");
+    say(address.to_string());
+    loop {
+        if stops.asked(attempt).is_some() {
+            return Err(Error::Cancelled);
+        }
+        match requests.recv_timeout(LOOK) {
+            Ok(Request::Release {
+                attempt: of,
+                communicator,
+                addresses,
+            }) if of == attempt => {
+                return Ok(Released {
+                    communicator,
+                    addresses,
+                    _listener: listener,
+                });
+            }
+            Ok(_) | Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return Err(Error::Cancelled),
+        }
+    }
+}
+
+/// No executor of this build works on several ranks.
+///
+/// # Errors
+/// [`Error::Invalid`] when the gang has more than one, or the release is not for it.
+pub(super) fn require_alone(place: &Place, released: &Released) -> Result<()> {
+    if u32::try_from(released.addresses.len()) != Ok(place.ranks) {
+        return Err(Error::Invalid {
+            reason: format!(
+                "the release of communicator {:?} names {} addresses, expected one for each of {} ranks",
+                released.communicator,
+                released.addresses.len(),
+                place.ranks
+            ),
+        });
+    }
+    if place.ranks > 1 {
+        return Err(Error::Invalid {
+            reason: format!(
+                "the task asks for {} ranks, and the executors of this build run on one: ask for 1 rank",
+                place.ranks
+            ),
+        });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::sync::mpsc::sync_channel;
+
+    use super::*;
+
+    fn place(ranks: u32) -> Place {
+        Place {
+            generation: 1,
+            rank: 0,
+            ranks,
+            host: "127.0.0.1".to_owned(),
+        }
+    }
+
+    #[test]
+    fn a_rank_can_be_reached_before_it_says_so_and_is_released_once_all_are() {
+        let (sender, requests) = sync_channel(4);
+        let mut said = String::new();
+        let release = |attempt| Request::Release {
+            attempt,
+            communicator: "c".to_owned(),
+            addresses: vec!["a:1".to_owned(), "b:2".to_owned()],
+        };
+        sender.send(release(8)).unwrap();
+        sender.send(release(7)).unwrap();
+        let released = stand_ready(&place(2), 7, &requests, &Stops::default(), |address| {
+            std::net::TcpStream::connect(&address).unwrap();
+            said = address;
+        })
+        .unwrap();
+        assert!(said.starts_with("127.0.0.1:"), "{said}");
+        assert_eq!(released.addresses.len(), 2);
+        let refused = require_alone(&place(2), &released).unwrap_err();
+        assert!(
+            matches!(&refused, Error::Invalid { reason } if reason.contains("2 ranks")),
+            "{refused}"
+        );
+    }
+
+    #[test]
+    fn a_generation_that_ends_before_its_release_stops_the_rank() {
+        let (_sender, requests) = sync_channel(4);
+        let stops = Stops::default();
+        let ended = stand_ready(&place(2), 7, &requests, &stops, |_| stops.ask(7, false));
+        assert!(matches!(ended, Err(Error::Cancelled)));
+    }
+}

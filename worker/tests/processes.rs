@@ -1,0 +1,202 @@
+//! Real device children as processes: killed, stopped, orphaned, asked for checkpoints.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod support;
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command as Program, Stdio};
+use std::time::{Duration, Instant};
+
+use espalier_proto::task::{FailureKind, TaskOutput};
+use espalier_proto::v1::Gang;
+use espalier_worker::agent::core::Ended;
+use espalier_worker::agent::device::Command;
+use espalier_worker::agent::memory::processes_of_group;
+
+use support::{Device, children_of, lease, long_profile, signal, stand_in};
+
+/// Longer than any of these may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn an_agent_killed_at_once_leaves_no_process_of_its_device_however_busy() {
+    let directory = tempfile::tempdir().unwrap();
+    let spec = serde_json::to_string(&long_profile()).unwrap();
+    let mut agent = Program::new(stand_in())
+        .args(["holder", "parent-of-one", &spec])
+        .arg(directory.path())
+        .stdout(Stdio::piped())
+        .stdin(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(agent.stdout.take().unwrap())
+        .read_line(&mut line)
+        .unwrap();
+    let group: i32 = line.trim().parse().unwrap();
+    assert_eq!(
+        processes_of_group(group).len(),
+        2,
+        "the child and what it started are at work"
+    );
+    agent.kill().unwrap();
+    agent.wait().unwrap();
+    let start = Instant::now();
+    wait_until("the group is gone", || processes_of_group(group).is_empty());
+    assert!(
+        start.elapsed() < Duration::from_secs(5),
+        "promptly, in the middle of its work: {:?}",
+        start.elapsed()
+    );
+}
+
+#[tokio::test]
+async fn a_profile_that_overlapped_a_stop_is_measured_again() {
+    let mut device = Device::start("child");
+    device.run(1, &long_profile(), None).await;
+    device.wait_for_progress(2).await;
+    let child = children_of(std::process::id(), device.marker());
+    let [child] = child[..] else { panic!("{child:?}") };
+    signal(child, libc::SIGSTOP);
+    tokio::time::sleep(Duration::from_millis(900)).await;
+    signal(child, libc::SIGCONT);
+    let (ended, log) = device.until_it_ends(1).await;
+    let Ended::Output(json) = ended else {
+        panic!("{ended:?}")
+    };
+    let TaskOutput::Profile(profiled) = serde_json::from_slice(&json).unwrap() else {
+        panic!("another output")
+    };
+    assert!(
+        log.iter().any(|line| line.contains("overlapped a stop")),
+        "{log:?}"
+    );
+    for sample in profiled.parent.latency_ms.samples {
+        assert!(
+            sample < 900.0,
+            "a sample that overlapped the stop was kept: {sample} ms"
+        );
+    }
+    device.stop().await;
+}
+
+#[tokio::test]
+async fn a_rank_stands_ready_is_released_and_refuses_what_it_cannot_do() {
+    let mut device = Device::start("child");
+    let gang = Gang {
+        generation: 1,
+        rank: 1,
+        ranks: 2,
+    };
+    device.run(1, &long_profile(), Some(gang)).await;
+    let address = device.wait_for_address().await;
+    std::net::TcpStream::connect(&address).expect("the rank listens where it says");
+    let release = Command::Release {
+        lease: lease(1),
+        communicator: "job-1/1".to_owned(),
+        addresses: vec!["127.0.0.1:1".to_owned(), address],
+    };
+    device.commands.send(release).await.unwrap();
+    let failure = device.failure(1).await;
+    assert_eq!(failure.kind, FailureKind::Invalid);
+    assert!(failure.message.contains("2 ranks"), "{failure:?}");
+
+    device.run(2, &long_profile(), Some(gang)).await;
+    device.wait_for_address().await;
+    let stop = Command::Stop {
+        lease: lease(2),
+        checkpoint: false,
+    };
+    device.commands.send(stop).await.unwrap();
+    let (ended, _) = device.until_it_ends(2).await;
+    assert_eq!(
+        ended,
+        Ended::Stopped,
+        "a generation that ends is a stop like any other"
+    );
+    device.stop().await;
+}
+
+#[tokio::test]
+async fn a_child_that_is_replaced_is_gone_before_the_next_one_starts() {
+    let mut device = Device::start("parent-of-one");
+    let gang = Gang {
+        generation: 1,
+        rank: 0,
+        ranks: 1,
+    };
+    let mut groups = Vec::new();
+    for attempt in [1, 2] {
+        device.run(attempt, &long_profile(), Some(gang)).await;
+        device.wait_for_address().await;
+        let children = children_of(std::process::id(), device.marker());
+        let [child] = children[..] else {
+            panic!("{children:?}: the child before is still there")
+        };
+        groups.push(child);
+        let stop = Command::Stop {
+            lease: lease(attempt),
+            checkpoint: false,
+        };
+        device.commands.send(stop).await.unwrap();
+        device.until_it_ends(attempt).await;
+        device.commands.send(Command::Replace).await.unwrap();
+    }
+    assert_ne!(groups[0], groups[1]);
+    assert!(
+        processes_of_group(groups[0]).is_empty(),
+        "nor anything it started"
+    );
+    device.stop().await;
+    assert!(processes_of_group(groups[1]).is_empty());
+}
+
+#[tokio::test]
+async fn a_device_that_does_not_come_free_is_told_and_not_used() {
+    let mut device = Device::without_memory("child", Duration::from_millis(50));
+    device.run(1, &long_profile(), None).await;
+    let failure = device.failure(1).await;
+    assert_eq!(failure.kind, FailureKind::OutOfMemory);
+    assert!(failure.message.contains("not free"), "{failure:?}");
+    assert!(children_of(std::process::id(), device.marker()).is_empty());
+    device.stop().await;
+}
+
+#[tokio::test]
+async fn a_line_written_before_the_end_arrives_before_the_end() {
+    let script = r#"read line; echo 'last words' >&2
+        echo '{"reply":"failure","attempt":1,"failure":{"kind":"invalid","message":"no"}}'; read line"#;
+    let mut device = Device::script(script);
+    device.run(1, &long_profile(), None).await;
+    let (_, log) = device.until_it_ends(1).await;
+    assert_eq!(log, ["last words"]);
+    device.stop().await;
+}
+
+#[tokio::test]
+async fn a_child_that_ignores_a_checkpoint_is_killed_by_the_stop_that_follows() {
+    let mut device = Device::script("trap '' TERM; while true; do read line; done");
+    device.run(1, &long_profile(), None).await;
+    for checkpoint in [true, false] {
+        let stop = Command::Stop {
+            lease: lease(1),
+            checkpoint,
+        };
+        device.commands.send(stop).await.unwrap();
+        if checkpoint {
+            let early = tokio::time::timeout(Duration::from_millis(300), device.events.recv()).await;
+            assert!(early.is_err(), "{early:?}: it may take its time for a checkpoint");
+        }
+    }
+    let (ended, _) = device.until_it_ends(1).await;
+    assert_eq!(ended, Ended::Stopped);
+    device.stop().await;
+}
