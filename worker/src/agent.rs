@@ -57,6 +57,11 @@ pub async fn run(options: WorkerOptions, shutdown: Shutdown) -> Result<()> {
     options.validate()?;
     let mut agent = Agent::start(&options)?;
     let finish = agent.serve(&shutdown).await;
+    if finish == Finish::Left
+        && let Some(link) = agent.link.take()
+    {
+        link.finish().await;
+    }
     agent.stop().await;
     match finish {
         Finish::Left | Finish::Killed => Ok(()),

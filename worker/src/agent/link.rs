@@ -25,6 +25,8 @@ const RESERVED: usize = 128;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// A heartbeat that takes longer is lost.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long the last messages of a worker that leaves may take.
+const FAREWELL: Duration = Duration::from_secs(1);
 
 /// Makes connections to one coordinator.
 #[derive(Debug)]
@@ -110,6 +112,18 @@ impl Link {
     pub fn heartbeat(&self, request: HeartbeatRequest) {
         // The core counts one that is never answered as lost.
         let _ = self.heartbeats.try_send(request);
+    }
+
+    /// Lets what waits go out, ends the stream in good order, and waits a moment for the coordinator to do so too.
+    pub async fn finish(self) {
+        self.heart.abort();
+        drop(self.outbound);
+        let mut reader = self.reader;
+        if timeout(FAREWELL, &mut reader).await.is_err() {
+            reader.abort();
+            let _ = reader.await;
+        }
+        let _ = self.heart.await;
     }
 
     /// Ends the stream and its heartbeats.

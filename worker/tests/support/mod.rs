@@ -1,4 +1,5 @@
 //! A device with a child, and what tests ask of both.
+#![allow(dead_code)] // each test file uses its share
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -149,6 +150,12 @@ impl Device {
             runner: tokio::spawn(change(runner).run(received)),
             _directory: directory,
         }
+    }
+
+    /// The same, with artifacts that somebody else has put down.
+    #[must_use]
+    pub fn on_store(self, store: PathBuf) -> Self {
+        Self { store, ..self }
     }
 
     /// What the command line of the device's child holds.
