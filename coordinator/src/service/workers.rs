@@ -143,7 +143,14 @@ fn translate(from: WorkerHandle, message: Message) -> Option<owner::Request> {
             let progress = serde_json::from_slice::<Progress>(&progress_json).ok()?;
             (lease, Report::Progress(progress))
         }
-        Message::Log(v1::Log { lease, lines, .. }) => (lease, Report::Log(bounded(lines))),
+        Message::Log(v1::Log {
+            lease,
+            lines,
+            first_line,
+        }) => {
+            let lines = bounded(lines);
+            (lease, Report::Log { first_line, lines })
+        }
         Message::Completed(v1::Completed { lease, output_json }) => (lease, completed(&output_json)),
         Message::Failed(v1::Failed { lease, failure_json }) => (lease, failed(&failure_json)),
         Message::Stopped(v1::Stopped { lease }) => (lease, Report::Stopped),

@@ -339,7 +339,7 @@ impl Owner {
         self.heard.insert(worker, self.surroundings.clock.elapsed());
         let command = match report {
             Report::Progress(progress) => return self.progressed(worker, lease, progress),
-            Report::Log(lines) => return self.keep_log(worker, lease, lines),
+            Report::Log { first_line, lines } => return self.keep_log(worker, lease, first_line, lines),
             Report::Completed(output) => Command::Complete {
                 worker,
                 lease,

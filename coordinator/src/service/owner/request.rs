@@ -156,7 +156,12 @@ pub enum Report {
     /// How far it has come.
     Progress(Progress),
     /// Lines of its log.
-    Log(Vec<String>),
+    Log {
+        /// The number of the first of them, from 1; 0 when the worker does not count.
+        first_line: u64,
+        /// The lines.
+        lines: Vec<String>,
+    },
     /// It ended well.
     Completed(Payload),
     /// It failed.

@@ -1,5 +1,6 @@
 //! What the loop tells those who watch it: counts, spans, logs of attempts. None of it is waited for.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::Owner;
@@ -7,6 +8,29 @@ use crate::logs::Logs;
 use crate::metrics::{Metrics, Standings};
 use crate::scheduler::{AttemptId, Event, Lease, Standing, WorkerId};
 use crate::trace;
+
+/// Attempts whose lines are counted; the oldest is forgotten first.
+const COUNTED_LOGS: usize = 4096;
+
+/// How many lines of each attempt's log have come: a worker sends again what a broken stream may have lost.
+#[derive(Debug, Default)]
+pub(super) struct LogLines(BTreeMap<AttemptId, u64>);
+
+impl LogLines {
+    /// The lines that have not come before; `first_line` counts from 1, and 0 when it is not known.
+    fn new_ones(&mut self, attempt: AttemptId, first_line: u64, lines: Vec<String>) -> Vec<String> {
+        if first_line == 0 {
+            return lines;
+        }
+        let next = self.0.entry(attempt).or_insert(first_line);
+        let known = usize::try_from(next.saturating_sub(first_line)).unwrap_or(usize::MAX);
+        *next = (*next).max(first_line.saturating_add(lines.len() as u64));
+        if self.0.len() > COUNTED_LOGS {
+            self.0.pop_first();
+        }
+        lines.into_iter().skip(known).collect()
+    }
+}
 
 impl Owner {
     /// Counts here, and keeps logs of attempts there. Without this nobody sees either.
@@ -27,11 +51,15 @@ impl Owner {
     }
 
     /// Lines of an attempt's log, from the worker that holds it.
-    pub(super) fn keep_log(&self, worker: WorkerId, lease: Lease, lines: Vec<String>) {
+    pub(super) fn keep_log(&mut self, worker: WorkerId, lease: Lease, first_line: u64, lines: Vec<String>) {
         let held = self.state.attempt(lease.attempt);
-        if let Some(held) = held.filter(|held| held.lease == lease && held.worker == worker) {
-            self.logs
-                .append(held.job, lease.attempt, self.now().unix_ms, lines);
+        let Some(held) = held.filter(|held| held.lease == lease && held.worker == worker) else {
+            return;
+        };
+        let job = held.job;
+        let lines = self.log_lines.new_ones(lease.attempt, first_line, lines);
+        if !lines.is_empty() {
+            self.logs.append(job, lease.attempt, self.now().unix_ms, lines);
         }
     }
 
@@ -75,5 +103,24 @@ fn ended(event: &Event) -> Option<AttemptId> {
         | Event::AttemptHandedBack { attempt, .. }
         | Event::AttemptStopped { attempt, .. } => Some(*attempt),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_sent_again_are_kept_once_and_uncounted_ones_always() {
+        let line = |number: u64| number.to_string();
+        let mut known = LogLines::default();
+        let mut take =
+            |first: u64, last: u64| known.new_ones(AttemptId(1), first, (first..=last).map(line).collect());
+        assert_eq!(take(1, 2), ["1", "2"]);
+        assert_eq!(take(1, 4), ["3", "4"]);
+        assert_eq!(take(2, 3).len(), 0);
+        assert_eq!(take(7, 7), ["7"], "what was lost for good is passed over");
+        let uncounted = |known: &mut LogLines| known.new_ones(AttemptId(1), 0, vec![line(0)]);
+        assert_eq!(uncounted(&mut known), ["0"]);
     }
 }

@@ -10,11 +10,22 @@ const KEPT_BYTES: usize = 256 << 10;
 const LINES_TOGETHER: usize = 100;
 
 /// Lines of one attempt, the oldest first.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct LogTail {
     lines: VecDeque<String>,
     bytes: usize,
+    /// The number of the first line kept.
     first: u64,
+}
+
+impl Default for LogTail {
+    fn default() -> Self {
+        Self {
+            lines: VecDeque::new(),
+            bytes: 0,
+            first: 1,
+        }
+    }
 }
 
 impl LogTail {
@@ -71,14 +82,14 @@ mod tests {
             attempt: 1,
         };
         let mut tail = LogTail::default();
-        for number in 0..1000_u64 {
+        for number in 1..=1000_u64 {
             let message = tail.push(lease, vec![format!("{number:01024}")]);
             assert_eq!(message.first_line, number);
         }
         let kept = tail.messages(lease);
         let lines: usize = kept.iter().map(|message| message.lines.len()).sum();
         assert_eq!(lines, 256);
-        assert_eq!(kept.first().map(|message| message.first_line), Some(1000 - 256));
+        assert_eq!(kept.first().map(|message| message.first_line), Some(1001 - 256));
         assert!(kept.iter().all(|message| message.lines.len() <= 100));
         for message in kept {
             assert_eq!(

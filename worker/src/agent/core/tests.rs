@@ -603,7 +603,7 @@ fn lines_that_may_be_lost_with_a_stream_are_sent_again_with_their_numbers() {
         panic!("{outputs:?}")
     };
     assert_eq!(log.lines, ["one", "two"]);
-    assert_eq!(log.first_line, 0);
+    assert_eq!(log.first_line, 1);
 }
 
 #[test]
