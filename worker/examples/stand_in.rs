@@ -7,6 +7,7 @@
 //! stand_in holder CHILD SPEC STORE
 //! ```
 
+use std::fmt::Debug;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::Command;
@@ -14,6 +15,9 @@ use std::process::Command;
 use espalier_worker::agent::options::{ChildOptions, DeviceOptions};
 use espalier_worker::agent::process::Process;
 use espalier_worker::child::protocol::{Order, Request};
+use tracing::field::Field;
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
 
 type Answer = Result<(), Box<dyn std::error::Error>>;
 
@@ -31,8 +35,37 @@ fn main() -> Answer {
     }
 }
 
+/// Writes what is worth a line to standard error.
+struct Lines;
+
+impl Subscriber for Lines {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= Level::INFO
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut line = String::new();
+        event.record(&mut |field: &Field, value: &dyn Debug| {
+            line.push_str(&format!("{field}={value:?} "));
+        });
+        eprintln!("{line}");
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
 fn child() -> Answer {
-    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
+    tracing::subscriber::set_global_default(Lines)?;
     Ok(espalier_worker::run_child()?)
 }
 
