@@ -183,8 +183,13 @@ async fn a_line_written_before_the_end_arrives_before_the_end() {
 
 #[tokio::test]
 async fn a_child_that_ignores_a_checkpoint_is_killed_by_the_stop_that_follows() {
-    let mut device = Device::script("trap '' TERM; while true; do read line; done");
+    let mut device = Device::script(
+        r#"read line
+        echo '{"reply":"progress","attempt":1,"progress":{"done":1,"total":2,"unit":"rounds","note":""}}'
+        while true; do read line; done"#,
+    );
     device.run(1, &long_profile(), None).await;
+    device.wait_for_progress(1).await;
     for checkpoint in [true, false] {
         let stop = Command::Stop {
             lease: lease(1),

@@ -16,14 +16,14 @@ use espalier_worker::executor::{Caches, Context, execute};
 use support::{Device, children_of, lease, signal};
 
 /// Tokens of a step.
-const STEP: u64 = 8 * 64;
+const STEP: u64 = 2 * 64;
 
 fn example(path: &str) -> String {
     let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
     root.join("../examples").join(path).to_str().unwrap().to_owned()
 }
 
-/// Half of every MLP of the tiny parent, trained for 60 steps on what `store` then holds.
+/// Half of every MLP of the tiny parent, trained for 30 steps on what `store` then holds.
 fn recovery(store: &Path) -> TaskSpec {
     let store = BlockingStore::open(store.to_str().unwrap()).unwrap();
     let context = Context::new(&store, Box::new(|_| ()), Box::new(|| None));
@@ -56,15 +56,15 @@ fn recovery(store: &Path) -> TaskSpec {
         },
         shards: ingested.recovery.clone(),
         recipe: Recipe {
-            tokens: 60 * STEP,
-            batch_sequences: 8,
+            tokens: 30 * STEP,
+            batch_sequences: 2,
             learning_rate: 1e-3,
             warmup: 0.1,
             final_share: 0.1,
             clip: 1.0,
             betas: (0.9, 0.95),
             weight_decay: 0.0,
-            checkpoint_steps: 7,
+            checkpoint_steps: 4,
             seed: 5,
         },
         resume: None,
@@ -100,7 +100,7 @@ async fn recovery_that_is_drained_and_then_killed_ends_where_an_undisturbed_one_
 
     let mut drained = Device::start("child").on_store(rough.clone());
     drained.run(1, &task, None).await;
-    drained.wait_for_progress(5 * STEP).await;
+    drained.wait_for_progress(2 * STEP).await;
     let stop = Command::Stop {
         lease: lease(1),
         checkpoint: true,
@@ -116,7 +116,7 @@ async fn recovery_that_is_drained_and_then_killed_ends_where_an_undisturbed_one_
 
     let mut killed = Device::start("child").on_store(rough.clone());
     killed.run(2, &task, None).await;
-    killed.wait_for_progress(25 * STEP).await;
+    killed.wait_for_progress(14 * STEP).await;
     let children = children_of(std::process::id(), killed.marker());
     assert_eq!(children.len(), 1);
     signal(children[0], libc::SIGKILL);

@@ -32,7 +32,13 @@ pub fn stand_in() -> PathBuf {
     let mut path = std::env::current_exe().unwrap();
     path.pop();
     path.pop();
-    path.join("examples/stand_in")
+    let path = path.join("examples/stand_in");
+    assert!(
+        path.is_file(),
+        "{} is missing: cargo build -p espalier-worker --example stand_in",
+        path.display()
+    );
+    path
 }
 
 /// The tiny parent's config.
@@ -60,7 +66,7 @@ pub fn long_profile() -> TaskSpec {
             output_tokens: 8,
             concurrency: 1,
         },
-        rounds: 30,
+        rounds: 8,
     })
 }
 
