@@ -1,0 +1,80 @@
+//! A coordinator whose disk is lost goes on elsewhere, from the artifact store.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{DEADLINE, FakeWorker, Place, Story, client, end_of, run_one};
+use espalier_coordinator::{Coordinator, CoordinatorOptions, Error, Handle};
+use espalier_proto::v1::JobState;
+
+/// A coordinator of the one cluster on a disk of this name.
+async fn coordinator(place: &Place, disk: &str) -> Result<Handle, Error> {
+    let options = CoordinatorOptions {
+        data_dir: place.directory.path().join(disk),
+        store: Some(place.directory.path().join("store").display().to_string()),
+        ship_interval: Duration::from_millis(100),
+        term_lease: Duration::from_secs(1),
+        ..place.options()
+    };
+    Coordinator::start_with(options, Arc::new(Story)).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_job_goes_on_from_the_store_when_the_disk_is_lost_and_the_old_disk_is_refused() {
+    let place = Place::new();
+    let first = coordinator(&place, "first").await.unwrap();
+    let (job, _) = client(&first).await.submit(place.spec(), "").await.unwrap();
+    let mut worker = FakeWorker::connect(&first, "a", 1, Vec::new()).await;
+    let done = run_one(&mut worker).await;
+    std::fs::create_dir_all(place.partial().join("checkpoint")).unwrap();
+    let running = worker.assignment().await.lease.unwrap();
+    first.shutdown(DEADLINE).await.unwrap();
+
+    let second = coordinator(&place, "second").await.unwrap();
+    // The worker carries on with what it had.
+    let mut worker = FakeWorker::connect(&second, "a", 1, vec![running]).await;
+    assert_eq!(worker.welcome.term, 2);
+    worker.complete(running).await;
+    assert_eq!(common::acknowledged(&mut worker).await, running);
+    let last = run_one(&mut worker).await;
+    assert!(
+        last.attempt > done.attempt,
+        "what was acknowledged is not done again"
+    );
+    let ended = end_of(&second, &job.id).await;
+    assert_eq!(ended.state(), JobState::Succeeded, "{}", ended.message);
+
+    let refused = coordinator(&place, "first").await.unwrap_err().to_string();
+    assert!(
+        refused.contains("has gone on without this data directory"),
+        "{refused}"
+    );
+    second.shutdown(DEADLINE).await.unwrap();
+    // The disk that has the term goes on at once.
+    let again = coordinator(&place, "second").await.unwrap();
+    let worker = FakeWorker::connect(&again, "b", 1, Vec::new()).await;
+    assert_eq!(worker.welcome.term, 3);
+    again.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_coordinator_that_still_runs_stops_by_itself_when_another_takes_over() {
+    let place = Place::new();
+    let first = coordinator(&place, "first").await.unwrap();
+    let second = coordinator(&place, "second").await.unwrap();
+    let reason = tokio::time::timeout(DEADLINE, first.failed()).await.unwrap();
+    assert!(reason.contains("term 2"), "{reason}");
+    let (job, _) = client(&second).await.submit(place.spec(), "").await.unwrap();
+    std::fs::create_dir_all(place.partial().join("checkpoint")).unwrap();
+    let mut worker = FakeWorker::connect(&second, "a", 1, Vec::new()).await;
+    for _ in 0..3 {
+        run_one(&mut worker).await;
+    }
+    let ended = end_of(&second, &job.id).await;
+    assert_eq!(ended.state(), JobState::Succeeded, "{}", ended.message);
+    second.shutdown(DEADLINE).await.unwrap();
+    first.shutdown(DEADLINE).await.unwrap();
+}
