@@ -9,7 +9,6 @@
 
 use std::fmt::Debug;
 use std::io::Write;
-use std::path::PathBuf;
 use std::process::Command;
 
 use espalier_worker::agent::options::{ChildOptions, DeviceOptions};
@@ -72,7 +71,7 @@ fn child() -> Answer {
 /// Has a child work on a spec and prints the child's process group; never ends.
 fn hold(child: &str, spec: &str, store: &str) -> Answer {
     let options = ChildOptions {
-        program: Some(PathBuf::from(std::env::current_exe()?)),
+        program: Some(std::env::current_exe()?),
         arguments: vec![child.to_owned()],
         ..ChildOptions::default()
     };
@@ -93,7 +92,7 @@ fn hold(child: &str, spec: &str, store: &str) -> Answer {
         process.send(&Request::Run(Box::new(order))).await?;
         // Its first words tell that it works.
         process.next().await;
-        println!("{}", process.group().unwrap_or(0));
+        writeln!(std::io::stdout(), "{}", process.group().unwrap_or(0))?;
         std::io::stdout().flush()?;
         while process.next().await.is_some() {}
         Ok(())

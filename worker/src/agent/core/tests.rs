@@ -510,7 +510,7 @@ fn a_worker_out_of_touch_stays_for_its_results_and_not_for_its_stops() {
         None,
         "a result would be lost"
     );
-    world.now = world.now + 60 * SECOND;
+    world.now += 60 * SECOND;
     assert_eq!(finish(&world.give(Input::Tick)), Some(&Finish::Killed));
 
     let mut world = World::welcomed();
