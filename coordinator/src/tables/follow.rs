@@ -18,7 +18,9 @@ use crate::scheduler::{Event, State};
 /// How often the journal is looked at.
 const INTERVAL: Duration = Duration::from_millis(100);
 /// Of the time that work takes, this many times as much is left to others: the tables can wait.
-const REST: u32 = 3;
+const REST: u32 = 9;
+/// How long tables that could not keep up wait for the rush to end before they are built anew.
+const RUSH: Duration = Duration::from_secs(30);
 /// Rows of a change, about.
 const CHANGE_ROWS: usize = 4096;
 
@@ -122,7 +124,7 @@ impl Follower {
     fn keep(&self, mut store: Store) -> Result<(), Trouble> {
         let journal = self.data_dir.join("journal");
         let mut tailing = Tailing::after(Arc::clone(&self.disk), &journal, store.position());
-        let mut is_shown = false;
+        let (mut is_shown, mut is_first_gap) = (false, true);
         while !self.stops() {
             let durable = self.durable.load(Ordering::Acquire);
             if tailing.last() >= durable {
@@ -136,6 +138,9 @@ impl Follower {
             }
             let began = Instant::now();
             if follow(&mut store, &mut tailing, durable)? == Step::Gone {
+                if !std::mem::take(&mut is_first_gap) {
+                    self.wait(RUSH);
+                }
                 let from = self.after_gap(&mut store, &journal, tailing.last())?;
                 tailing = Tailing::after(Arc::clone(&self.disk), &journal, from);
             }
@@ -146,6 +151,13 @@ impl Follower {
         }
         store.close();
         Ok(())
+    }
+
+    fn wait(&self, pause: Duration) {
+        let began = Instant::now();
+        while !self.stops() && began.elapsed() < pause {
+            thread::park_timeout(INTERVAL);
+        }
     }
 
     /// The frame after which to go on when the next one is not there: after everything was built anew from what

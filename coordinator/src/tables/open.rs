@@ -13,6 +13,8 @@ use super::store::Store;
 const DEADLINE: Duration = Duration::from_secs(60);
 /// Pages that sled keeps in memory: the coordinator is small.
 const CACHE_BYTES: u64 = 16 << 20;
+/// How often sled syncs: what it loses is read from the journal again, whose own syncs it would slow down.
+const FLUSH_MS: u64 = 10_000;
 /// Broken tables that are kept for who wants to know why.
 const KEPT: usize = 2;
 
@@ -28,6 +30,7 @@ pub fn open(directory: &Path) -> Result<Store, String> {
             let config = sled::Config::new()
                 .path(directory)
                 .cache_capacity(CACHE_BYTES)
+                .flush_every_ms(Some(FLUSH_MS))
                 .mode(sled::Mode::LowSpace);
             Store::of(config.open().map_err(|error| error.to_string())?)
         }));

@@ -17,6 +17,9 @@ use espalier_coordinator::scheduler::{
 /// Devices of the one worker.
 const DEVICES: usize = 64;
 
+/// Tasks of a stage: a plan is one frame of the journal.
+const STAGE: usize = 50_000;
+
 /// What tells the story.
 pub struct Past {
     pub state: State,
@@ -97,7 +100,7 @@ impl Past {
         self.journal.last()
     }
 
-    /// Submits a job with one stage of tasks, and runs so many of them.
+    /// Submits a job with a stage of tasks, or several, and runs so many of them.
     pub fn job(&mut self, tasks: usize, done: usize) -> JobId {
         let job = self.state.last_job().next();
         self.tell(Command::Submit {
@@ -108,16 +111,23 @@ impl Past {
             device_kind: "cpu".to_owned(),
             priority: 0,
         });
-        let revision = self.state.job(job).unwrap().results;
-        self.tell(Command::StagesPlanned {
-            job,
-            revision,
-            stages: vec![stage(tasks)],
-        });
-        self.commit();
-        let mut left = done;
-        while left > 0 {
-            left -= self.round(left);
+        let (mut planned, mut left) = (0, done);
+        while planned < tasks {
+            let size = STAGE.min(tasks - planned);
+            let revision = self.state.job(job).unwrap().results;
+            self.tell(Command::StagesPlanned {
+                job,
+                revision,
+                stages: vec![stage(planned, size)],
+            });
+            self.commit();
+            planned += size;
+            // The next stage is planned when this one is done.
+            let mut here = left.min(size);
+            left -= here;
+            while here > 0 {
+                here -= self.round(here);
+            }
         }
         job
     }
@@ -168,7 +178,7 @@ impl Past {
     }
 }
 
-fn stage(tasks: usize) -> StagePlan {
+fn stage(first: usize, tasks: usize) -> StagePlan {
     let task = |index| TaskPlan {
         name: format!("block {index}"),
         payload: format!(
@@ -180,7 +190,11 @@ fn stage(tasks: usize) -> StagePlan {
         needs: Needs::default(),
     };
     StagePlan {
-        name: "score".to_owned(),
+        name: if first == 0 {
+            "score".to_owned()
+        } else {
+            format!("score-{first}")
+        },
         kind: "score".to_owned(),
         decision: Some("{\"candidates\":[1,2,3]}".into()),
         note: "three candidates".to_owned(),

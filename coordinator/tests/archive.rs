@@ -1,0 +1,77 @@
+//! What is left of jobs that ended long ago, over real gRPC on loopback.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{DEADLINE, FakeWorker, Place, client, end_of, run_one};
+use espalier_coordinator::{Handle, doctor};
+use espalier_proto::v1::submit_request::Spec;
+use espalier_proto::v1::{Job, JobState, TaskDetail};
+
+/// One more than may stay in the state.
+const JOBS: usize = 17;
+
+/// The place's spec with an output of its own.
+fn spec(place: &Place, number: usize) -> Spec {
+    let Spec::Yaml(text) = place.spec() else {
+        panic!("the spec is not YAML")
+    };
+    Spec::Yaml(text.replace("/out\n", &format!("/out-{number}\n")))
+}
+
+async fn seen(handle: &Handle, job: &str) -> (Job, Vec<TaskDetail>, TaskDetail) {
+    let mut client = client(handle).await;
+    let mut whole = client.get(job).await.unwrap();
+    whole.revision = 0;
+    let tasks = client.tasks(job, &[], "").await.unwrap();
+    let task = client.task(tasks[0].id).await.unwrap();
+    (whole, tasks, task)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_job_looks_the_same_after_it_was_archived_and_the_coordinator_restarted() {
+    let place = Place::new();
+    let handle = place.coordinator().await;
+    let mut worker = FakeWorker::connect(&handle, "a", 1, Vec::new()).await;
+    let mut before = None;
+    for number in 0..JOBS {
+        let submitted = client(&handle).await.submit(spec(&place, number), "").await;
+        let job = submitted.unwrap().0.id;
+        let partial = place.directory.path().join(format!("out-{number}.partial"));
+        std::fs::create_dir_all(partial.join("checkpoint")).unwrap();
+        for _ in 0..3 {
+            run_one(&mut worker).await;
+        }
+        assert_eq!(end_of(&handle, &job).await.state(), JobState::Succeeded);
+        if before.is_none() {
+            before = Some(seen(&handle, &job).await);
+        }
+    }
+    let (job, tasks, task) = before.unwrap();
+    let archive = place.directory.path().join("data/archive/job-1.archive");
+    let began = Instant::now();
+    while !archive.is_file() {
+        assert!(began.elapsed() < DEADLINE, "job-1 was not archived");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    // Once the archive is there, the journal says so within a turn.
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    drop(worker);
+    handle.shutdown(DEADLINE).await.unwrap();
+    let mut events = Vec::new();
+    doctor::export(&place.directory.path().join("data"), &mut events).unwrap();
+    assert!(String::from_utf8(events).unwrap().contains("job_archived"));
+    let handle = place.coordinator().await;
+    while handle.tables().reflects() == 0 {
+        assert!(began.elapsed() < DEADLINE, "the tables do not open");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let (job_after, tasks_after, task_after) = seen(&handle, "job-1").await;
+    assert_eq!(job_after, job);
+    assert_eq!(tasks_after, tasks);
+    assert_eq!(task_after.output_json, task.output_json);
+    assert_eq!(task_after.spec_json, task.spec_json);
+    handle.shutdown(DEADLINE).await.unwrap();
+}
