@@ -64,15 +64,12 @@ async fn failures(script: &str) -> [Failure; 2] {
         };
         commands.send(Command::Run(Box::new(run))).await.unwrap();
         let failure = loop {
-            match events.recv().await.unwrap() {
-                DeviceEvent::Ended { lease: of, ended } => {
-                    assert_eq!(of, lease(attempt));
-                    let Ended::Failure(json) = ended else {
-                        panic!("{ended:?}")
-                    };
-                    break serde_json::from_slice::<Failure>(&json).unwrap();
-                }
-                _ => {}
+            if let DeviceEvent::Ended { lease: of, ended } = events.recv().await.unwrap() {
+                assert_eq!(of, lease(attempt));
+                let Ended::Failure(json) = ended else {
+                    panic!("{ended:?}")
+                };
+                break serde_json::from_slice::<Failure>(&json).unwrap();
             }
         };
         ended.push(failure);

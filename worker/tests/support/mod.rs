@@ -47,7 +47,6 @@ pub fn architecture() -> Architecture {
     espalier_model::checkpoint::Parent::open(path.to_str().unwrap())
         .unwrap()
         .architecture
-        .clone()
 }
 
 /// A profile of one shape with many rounds.
