@@ -3,7 +3,7 @@ SHELL := /bin/bash
 CARGO ?= cargo
 CARGO_DENY := 0.20.2
 
-.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input check-damage check-restart check-dispatch
+.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation
 
 build:
 	$(CARGO) build --release --locked --bin espalier
@@ -48,3 +48,6 @@ check-restart:
 
 check-dispatch:
 	bench/dispatch.sh
+
+check-simulation:
+	tests/checks/simulation.sh

@@ -17,7 +17,7 @@ pub mod surroundings;
 mod tasks;
 mod view;
 mod watch;
-mod workers;
+pub mod workers;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -156,6 +156,7 @@ impl Coordinator {
                     disk: Arc::new(SystemDisk),
                     tables: own_tables,
                     store: store_url(&options)?,
+                    witness: None,
                 };
                 let directory = options.data_dir.join("logs");
                 let kept = Logs::open(&directory, logs::Options::default());

@@ -10,6 +10,8 @@
 pub mod authority;
 pub mod claims;
 pub mod keeper;
+#[cfg(feature = "planted-bugs")]
+pub mod planted;
 #[cfg(test)]
 mod tests;
 

@@ -145,6 +145,7 @@ impl Bench {
             disk: Arc::new(disk.clone()),
             tables: espalier_coordinator::tables::Tables::default(),
             store: "file:///nowhere".to_owned(),
+            witness: None,
         };
         let options = CoordinatorOptions::new(directory.path());
         let owner = Owner::open(options, Arc::new(Crowd(2)), surroundings).unwrap();

@@ -10,6 +10,7 @@ tests/checks/moto.sh
 "$cargo" test --workspace --locked
 
 cat <<'SKIPPED'
-skipped here, each a target of its own: check-parity (PyTorch and transformers), check-solver (HiGHS),
+skipped here, each a target of its own: check-simulation (a thousand seeds and planted bugs; six seeds run here),
+check-parity (PyTorch and transformers), check-solver (HiGHS),
 check-scores (DATA=DIR), check-cpu-speed (PyTorch), check-bad-input and demo (fetch SmolLM2), lint-deny (cargo-deny)
 SKIPPED

@@ -105,6 +105,8 @@ pub struct Owner {
     writing: BTreeSet<JobId>,
     archiving: archive::Archiving,
     full_until: Option<Duration>,
+    /// When silence was last looked for.
+    listened: Duration,
     /// The term of the coordinator that has taken over.
     succeeded: Option<Term>,
     stopping: bool,
@@ -182,6 +184,7 @@ impl Owner {
             writing: BTreeSet::new(),
             archiving: archive::Archiving::default(),
             full_until: None,
+            listened: started,
             succeeded: None,
             stopping: false,
         };
@@ -339,6 +342,9 @@ impl Owner {
             self.noted.extend(history::entry(&self.state, event));
             self.observe(event);
             apply(&mut self.state, event);
+            if let Some(witness) = &self.surroundings.witness {
+                witness.applied(&self.state, event);
+            }
             self.note_trouble(event);
             self.effects.extend(effects(&self.state, event));
         }
@@ -417,6 +423,14 @@ impl Owner {
     fn silence(&mut self) {
         let lost = self.options.worker_lost;
         let elapsed = self.surroundings.clock.elapsed();
+        // While the loop itself was away, as when its process was stopped, nobody could be heard: what workers
+        // said meanwhile still waits to be taken.
+        let away = elapsed.saturating_sub(std::mem::replace(&mut self.listened, elapsed));
+        if away >= lost / 2 {
+            for heard in self.heard.values_mut() {
+                *heard = heard.saturating_add(away).min(elapsed);
+            }
+        }
         let is_lost = |worker: &&crate::scheduler::Worker| {
             worker.standing != crate::scheduler::Standing::Lost
                 && self

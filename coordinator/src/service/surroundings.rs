@@ -12,6 +12,7 @@ use tokio_util::task::TaskTracker;
 
 use super::owner::Request;
 use crate::journal::disk::Disk;
+use crate::scheduler::{Event, State};
 use crate::tables::Tables;
 
 /// Tells the time.
@@ -31,6 +32,12 @@ pub trait Beside: Send + Sync + 'static {
     fn spawn(&self, work: Work);
 }
 
+/// Sees every event as it is applied, before it is durable. The simulation checks invariants with it.
+pub trait Witness: Send + Sync + 'static {
+    /// The state right after an event.
+    fn applied(&self, state: &State, event: &Event);
+}
+
 /// What a loop is given.
 #[derive(Clone)]
 pub struct Surroundings {
@@ -44,6 +51,8 @@ pub struct Surroundings {
     pub tables: Tables,
     /// URL of the artifact store, as workers are told.
     pub store: String,
+    /// Who watches it; nobody in production.
+    pub witness: Option<Arc<dyn Witness>>,
 }
 
 impl std::fmt::Debug for Surroundings {

@@ -52,21 +52,9 @@ impl Workers for Service {
         else {
             return Err(Status::invalid_argument("the first message must be a hello"));
         };
-        let version = spoken(&hello)?;
-        let attempts = hello.attempts.iter().map(lease).collect();
-        let (build, highest_term) = (line(hello.version.clone(), ""), Term(hello.highest_term));
-        let introduction = introduction(hello)?;
         let (outbox, stream) = mpsc::channel(OUTBOX);
         let stop = self.stop.child_token();
-        let greeting = Greeting {
-            introduction,
-            build,
-            version,
-            highest_term,
-            attempts,
-            outbox,
-            stop: stop.clone(),
-        };
+        let greeting = greeting(hello, outbox, stop.clone())?;
         let from = ask(&self.requests, |reply| owner::Request::Greet {
             greeting: Box::new(greeting),
             reply,
@@ -135,7 +123,31 @@ async fn read(
     let _ = requests.send(owner::Request::Closed { from }).await;
 }
 
-fn translate(from: WorkerHandle, message: Message) -> Option<owner::Request> {
+/// A hello as the loop takes it.
+///
+/// # Errors
+/// INVALID_ARGUMENT or FAILED_PRECONDITION: the same hello would be refused again.
+pub fn greeting(
+    hello: v1::Hello,
+    outbox: owner::Outbox,
+    stop: CancellationToken,
+) -> Result<Greeting, Status> {
+    let version = spoken(&hello)?;
+    let attempts = hello.attempts.iter().map(lease).collect();
+    let (build, highest_term) = (line(hello.version.clone(), ""), Term(hello.highest_term));
+    Ok(Greeting {
+        introduction: introduction(hello)?,
+        build,
+        version,
+        highest_term,
+        attempts,
+        outbox,
+        stop,
+    })
+}
+
+/// A message of a worker as the loop takes it; none for what it has no use for.
+pub fn translate(from: WorkerHandle, message: Message) -> Option<owner::Request> {
     let (lease, report) = match message {
         Message::Hello(_) => return None,
         Message::Leaving(_) => return Some(owner::Request::Leave { from }),

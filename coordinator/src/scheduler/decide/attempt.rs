@@ -38,8 +38,11 @@ pub fn complete(state: &State, worker: WorkerId, lease: Lease, output: Payload, 
         }]);
     };
     if !gang.released {
-        let what = "a rank cannot have ended before its gang began";
-        return Err(Rejection::Invalid(what.to_owned()));
+        // It began under a coordinator that lost the end of its journal, the release with it. What the other
+        // ranks did cannot be known: the gang forms anew, and nobody is to blame.
+        let mut endings = Endings::new(state, now);
+        endings.hand_back(attempt);
+        return Ok(endings.into());
     }
     let is_first = gang.ranks.first().is_some_and(|first| first.attempt == id);
     let is_last = gang.live().all(|live| live == id);

@@ -69,6 +69,19 @@ fn a_gang_begins_once_when_its_last_rank_is_ready() {
     assert!(!world.prepare(work[1]), "no second release");
 }
 
+/// Seed 332 of the simulation: the release was lost with a coordinator's disk, and its successor failed the job.
+#[test]
+fn a_rank_that_ended_before_its_gang_began_as_far_as_the_journal_knows_is_handed_back() {
+    let mut world = World::new();
+    world.join("a", 1, 2);
+    let (job, work) = formed(&mut world, 2);
+    world.complete(work[1]).unwrap();
+    let task = world.state.tasks().next().unwrap();
+    assert_eq!(task.failures().own(), 0, "nobody is to blame");
+    assert!(!world.state.job(job).unwrap().phase.is_terminal());
+    assert!(world.state.attempt(work[1].1.attempt).is_none());
+}
+
 #[test]
 fn a_gang_is_done_when_every_rank_is_and_its_output_is_the_first_ranks() {
     let mut world = World::new();
@@ -266,14 +279,6 @@ fn a_gang_keeps_to_few_hosts() {
     let (_, work) = formed(&mut world, 3);
     let workers: Vec<WorkerId> = work.iter().map(|(worker, _)| *worker).collect();
     assert_eq!(workers, [WorkerId(2); 3]);
-}
-
-#[test]
-fn a_rank_cannot_have_ended_before_its_gang_began() {
-    let mut world = World::new();
-    world.join("a", 1, 2);
-    let (_, work) = formed(&mut world, 2);
-    assert!(matches!(world.complete(work[0]), Err(Rejection::Invalid(_))));
 }
 
 #[test]

@@ -96,11 +96,13 @@ impl Attempts {
             return None;
         }
         if self.over.contains(&key) {
+            // A coordinator that lost the end of its journal does not know that it is over, and would wait for it
+            // for ever.
             tracing::warn!(
                 attempt = lease.attempt,
-                "an attempt that is over is assigned again"
+                "an attempt that is over is assigned again: it is handed back"
             );
-            return None;
+            return Some(self.hand_back(lease));
         }
         let id = assign.device_id.clone();
         let Some(device) = self.devices.get_mut(&id) else {

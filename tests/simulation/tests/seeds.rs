@@ -1,0 +1,23 @@
+//! A few seeds of the simulation, and that a seed is a run.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use espalier_simulation::plan::Plan;
+use espalier_simulation::run::run;
+use espalier_simulation::trace::Trace;
+
+#[test]
+fn short_seeds_hold_every_invariant() {
+    for seed in 0..6 {
+        if let Err(violation) = run(Plan::short(seed), Trace::new(None, 0)) {
+            panic!("seed {seed}: {violation:?}");
+        }
+    }
+}
+
+#[test]
+fn the_same_seed_is_the_same_run() {
+    let hash = |seed| run(Plan::short(seed), Trace::new(None, 0)).map(|report| (report.hash, report.steps));
+    let first = hash(3).expect("the run holds");
+    assert_eq!(first, hash(3).expect("the run holds"));
+    assert_ne!(first, hash(4).expect("the run holds"));
+}
