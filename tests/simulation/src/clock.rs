@@ -130,7 +130,7 @@ impl<E> Queue<E> {
     }
 
     /// Goes to the next event.
-    pub fn next(&mut self) -> Option<E> {
+    pub fn advance(&mut self) -> Option<E> {
         let entry = self.waiting.pop()?;
         self.now = entry.at;
         Some(entry.event)
@@ -174,7 +174,7 @@ mod tests {
         queue.after(Duration::from_secs(2), "late");
         queue.after(Duration::from_secs(1), "first");
         queue.after(Duration::from_secs(1), "second");
-        let order: Vec<_> = std::iter::from_fn(|| queue.next()).collect();
+        let order: Vec<_> = std::iter::from_fn(|| queue.advance()).collect();
         assert_eq!(order, ["first", "second", "late"]);
         assert_eq!(queue.now(), Time(2_000_000));
     }

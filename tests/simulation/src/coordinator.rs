@@ -20,11 +20,12 @@ use tonic::Status;
 use crate::clock::{MachineClock, Time};
 use crate::dice::Dice;
 use crate::disk::VirtualDisk;
+use crate::heartbeat::{CREDIT, HeartbeatCall};
 use crate::network::Place;
 use crate::planner::SimulatedPlanner;
 use crate::store::{SHIPPING, VirtualFence};
 use crate::user::Answer;
-use crate::wire::{CREDIT, Downward, HeartbeatCall, StreamId};
+use crate::wire::{Downward, StreamId};
 use crate::world::{Event, World};
 
 /// A coordinator that has nothing to do is told the time this often; the service does so ten times a second.

@@ -4,9 +4,9 @@
 //! protocol are the ones that run in production. What is simulated is what surrounds them:
 //!
 //! - [`clock`]: time, and the queue of what happens in it;
-//! - [`network`], [`wire`]: links, streams and heartbeats;
+//! - [`network`], [`wire`], [`heartbeat`]: links, streams and heartbeats;
 //! - [`disk`], [`store`]: what is durable and what is not, and what was shipped;
-//! - [`coordinator`], [`succession`], [`worker`], [`gangs`]: processes, their lives and deaths, devices that pretend;
+//! - [`coordinator`], [`succession`], [`worker`], [`device`], [`gangs`]: processes, their lives and deaths, devices that pretend;
 //! - [`planner`], [`user`]: what is asked for;
 //! - [`faults`]: what goes wrong, each with its story;
 //! - [`oracle`]: what is true, and what no run may show.
@@ -16,10 +16,12 @@
 
 pub mod clock;
 pub mod coordinator;
+pub mod device;
 pub mod dice;
 pub mod disk;
 pub mod faults;
 pub mod gangs;
+pub mod heartbeat;
 pub mod network;
 pub mod oracle;
 pub mod plan;

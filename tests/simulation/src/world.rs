@@ -11,13 +11,14 @@ use crate::coordinator::CoordinatorMachine;
 use crate::dice::Dice;
 use crate::faults::Fault;
 use crate::gangs::Gangs;
+use crate::heartbeat::HeartbeatCall;
 use crate::network::{Network, Place};
 use crate::oracle::Oracle;
 use crate::plan::Plan;
 use crate::store::VirtualStore;
 use crate::trace::Trace;
 use crate::user::User;
-use crate::wire::{HeartbeatCall, Stream, StreamId};
+use crate::wire::{Stream, StreamId};
 use crate::worker::WorkerMachine;
 
 /// What happens at a moment. A life is one start of a process: what was meant for an earlier one is void.
@@ -122,7 +123,7 @@ impl World {
     /// # Errors
     /// What no run may show.
     pub fn step(&mut self) -> Result<bool, String> {
-        let Some(event) = self.queue.next() else {
+        let Some(event) = self.queue.advance() else {
             return Ok(false);
         };
         self.happen(event)?;
