@@ -279,6 +279,18 @@ fn a_job_command_without_a_coordinator_says_so_and_exits_4() {
 }
 
 #[test]
+fn a_doctor_called_to_a_directory_that_is_missing_exits_3_and_makes_none() {
+    let directory = tempfile::tempdir().unwrap();
+    let missing = directory.path().join("missing");
+    for what in ["check", "repair", "export"] {
+        let ended = espalier(&["doctor", what, "--data-dir", missing.to_str().unwrap()]);
+        assert_eq!(ended.status.code(), Some(3), "{what}: {}", stderr(&ended));
+        assert!(stderr(&ended).contains("there is no data directory"), "{what}");
+        assert!(ended.stdout.is_empty() && !missing.exists(), "{what}");
+    }
+}
+
+#[test]
 fn completion_is_printed_for_a_shell_and_refused_for_what_is_none() {
     let ended = espalier(&["completion", "bash"]);
     assert!(ended.status.success());

@@ -28,8 +28,14 @@ impl DirectoryLock {
     /// Takes a directory that is there.
     ///
     /// # Errors
-    /// When another process has it, or it is missing.
+    /// When another process has it, or it is missing ([`Error::NotFound`]).
     pub fn of_existing(directory: &Path) -> Result<Self> {
+        if matches!(directory.try_exists(), Ok(false)) {
+            let path = directory.display();
+            return Err(Error::NotFound(format!(
+                "there is no data directory {path}: name the one of a coordinator"
+            )));
+        }
         let path = directory.join("lock");
         let file_error = |action| {
             let path = path.clone();

@@ -41,7 +41,7 @@ budget:
   validation_tokens: 102400
 YAML
 started=$SECONDS
-${CARGO_TARGET_DIR:-target}/release/espalier run "$work/job.yaml" --output "$work/outcome" >&2
+${CARGO_TARGET_DIR:-target}/release/espalier run "$work/job.yaml" --output-dir "$work/outcome" >&2
 python3 - "$work/outcome/report.json" "$((SECONDS - started))" <<'PYTHON'
 import json, sys
 report = json.load(open(sys.argv[1]))

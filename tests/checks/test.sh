@@ -11,6 +11,8 @@ tests/checks/moto.sh
 
 cat <<'SKIPPED'
 skipped here, each a target of its own: check-simulation (a thousand seeds; six and the planted bugs run here),
-check-parity (PyTorch and transformers), check-solver (HiGHS),
-check-scores (DATA=DIR), check-cpu-speed (PyTorch), check-bad-input and demo (fetch SmolLM2), lint-deny (cargo-deny)
+check-damage (every offset; a sample runs here), check-chaos, check-kill and check-lost-coordinator (minutes of
+killing), check-dispatch and check-restart (release builds and quiet), check-parity (PyTorch and transformers),
+check-solver (HiGHS), check-scores (DATA=DIR), check-cpu-speed (PyTorch), check-bad-input and demo (fetch SmolLM2),
+lint-deny (cargo-deny)
 SKIPPED

@@ -110,14 +110,18 @@ pub fn promote(exported: &Exported, partial: &Path) -> Result<(), String> {
             )
         })?;
     }
-    let Some(prefix) = place.file_name().and_then(|name| name.to_str()) else { return Ok(()) };
+    let Some(prefix) = place.file_name().and_then(|name| name.to_str()) else {
+        return Ok(());
+    };
     let prefix = format!("{prefix}{ATTEMPT_SUFFIX}");
-    let others = fs::read_dir(partial).map_err(|error| format!("cannot read `{}`: {error}", partial.display()))?;
+    let others =
+        fs::read_dir(partial).map_err(|error| format!("cannot read `{}`: {error}", partial.display()))?;
     for entry in others.flatten() {
         // Those still being written have a name of their own before this one.
         if entry.file_name().to_string_lossy().contains(&prefix) {
             let path = entry.path();
-            fs::remove_dir_all(&path).map_err(|error| format!("cannot remove `{}`: {error}", path.display()))?;
+            fs::remove_dir_all(&path)
+                .map_err(|error| format!("cannot remove `{}`: {error}", path.display()))?;
         }
     }
     Ok(())
