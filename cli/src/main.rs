@@ -38,16 +38,16 @@ fn start(arguments: Arguments) -> anyhow::Result<()> {
     let filter = arguments.log.as_deref();
     let filter = filter.unwrap_or(if quiet { "error" } else { "info" });
     let telemetry = telemetry::start(filter, arguments.log_format, service)?;
-    let ended = run(arguments.command);
+    let ended = run(arguments.command, &telemetry);
     telemetry.end();
     ended
 }
 
-fn run(command: Command) -> anyhow::Result<()> {
+fn run(command: Command, telemetry: &telemetry::Telemetry) -> anyhow::Result<()> {
     match command {
         Command::Schema => output::print_json(&espalier_coordinator::spec::json_schema()),
         // The child runs attempts on this very thread and has no use for a runtime.
-        Command::DeviceChild => Ok(espalier_worker::run_child()?),
+        Command::DeviceChild => Ok(espalier_worker::run_child(telemetry.end_of_child())?),
         Command::Run(run) => runtime()?.block_on(embedded::run(run)),
         Command::Coordinator(coordinator) => runtime()?.block_on(commands::coordinator(coordinator)),
         Command::Worker(worker) => runtime()?.block_on(worker_command(worker)),

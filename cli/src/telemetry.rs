@@ -35,6 +35,8 @@ const DELAY: Duration = Duration::from_millis(50);
 const EXPORT: Duration = Duration::from_secs(3);
 /// How long the end of the process may wait for the last spans.
 const FLUSH: Duration = Duration::from_secs(2);
+/// The same for a device child: its agent kills it when that takes long.
+const CHILD_FLUSH: Duration = Duration::from_millis(500);
 
 /// What runs until the process ends.
 pub(crate) struct Telemetry(Option<Traces>);
@@ -79,10 +81,24 @@ impl Telemetry {
         let Some(Traces { provider, runtime }) = self.0 else {
             return;
         };
-        if let Err(error) = provider.shutdown_with_timeout(FLUSH) {
-            tracing::debug!(%error, "the last spans are not sent");
-        }
+        send_the_last(&provider, FLUSH);
         runtime.shutdown_background();
+    }
+
+    /// The same for a device child, which ends on a thread of its own and never gets to [`Telemetry::end`].
+    pub(crate) fn end_of_child(&self) -> impl FnOnce() + Send + use<> {
+        let provider = self.0.as_ref().map(|traces| traces.provider.clone());
+        move || {
+            if let Some(provider) = provider {
+                send_the_last(&provider, CHILD_FLUSH);
+            }
+        }
+    }
+}
+
+fn send_the_last(provider: &SdkTracerProvider, within: Duration) {
+    if let Err(error) = provider.shutdown_with_timeout(within) {
+        tracing::debug!(%error, "the last spans are not sent");
     }
 }
 
@@ -90,7 +106,7 @@ fn is_wanted() -> bool {
     let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let is_disabled =
         std::env::var("OTEL_SDK_DISABLED").is_ok_and(|value| value.eq_ignore_ascii_case("true"));
-    ENDPOINTS.iter().any(|name| is_set(&name)) && !is_disabled
+    ENDPOINTS.iter().any(is_set) && !is_disabled
 }
 
 /// The program's own spans; libraries' would drown them.

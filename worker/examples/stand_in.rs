@@ -65,7 +65,7 @@ impl Subscriber for Lines {
 
 fn child() -> Answer {
     tracing::subscriber::set_global_default(Lines)?;
-    Ok(espalier_worker::run_child()?)
+    Ok(espalier_worker::run_child(|| ())?)
 }
 
 /// Has a child work on a spec and prints the child's process group; never ends.

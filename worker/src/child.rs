@@ -2,8 +2,8 @@
 //!
 //! [`run`] is its whole life. A reader thread takes requests, so that a cancel is seen while an attempt
 //! runs; attempts run on the main thread. When standard input closes the agent is gone, and the child ends
-//! at once with everything it started, whatever it computes. Leases, retries and the coordinator are the
-//! agent's affair.
+//! with everything it started, whatever it computes. Leases, retries and the coordinator are the agent's
+//! affair.
 
 pub mod protocol;
 mod rank;
@@ -24,18 +24,24 @@ use crate::{Error, Result};
 use protocol::{Order, Reply, Request};
 use stop::Stops;
 
-/// Serves requests on standard input until it closes or says shutdown.
+/// Serves requests on standard input until it closes or says shutdown. Then `before_end` runs, which has to be
+/// over soon, whatever it waits for, and the process ends: this returns only errors.
 ///
 /// # Errors
 /// When standard output cannot be taken over or a thread cannot be started.
-pub fn run() -> Result<()> {
+pub fn run(before_end: impl FnOnce() + Send + 'static) -> Result<()> {
     let output = Arc::new(Mutex::new(claim_stdout()?));
     let stops = Arc::new(Stops::default());
     let (sender, requests) = sync_channel(4);
     let reader_stops = Arc::clone(&stops);
     std::thread::Builder::new()
         .name("requests".to_owned())
-        .spawn(move || read_requests(&sender, &reader_stops))
+        .spawn(move || {
+            read_requests(&sender, &reader_stops);
+            before_end();
+            // The agent is gone or wants no more: an attempt still running would work for nobody.
+            end_with_everything_started()
+        })
         .map_err(|error| Error::Child {
             reason: format!("cannot start its reader: {error}"),
         })?;
@@ -85,8 +91,6 @@ fn read_requests(sender: &SyncSender<Request>, stops: &Stops) {
             Err(error) => tracing::error!(%error, "a request that is not understood is left out"),
         }
     }
-    // The agent is gone or wants no more: an attempt still running would work for nobody.
-    end_with_everything_started()
 }
 
 /// Ends this process, and what it started with it: all of them are in the process group the agent made.
@@ -134,6 +138,8 @@ impl Child {
                     }
                 }
             });
+            // It ends before the answer: a child is often ended on its answer.
+            drop(span);
             reply(&self.output, &answer);
         }
     }

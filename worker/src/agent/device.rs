@@ -124,21 +124,21 @@ impl Runner {
         }
     }
 
-    /// Serves commands until the agent drops its sender; then the child is killed.
+    /// Serves commands until the agent drops its sender; then the child is ended, or killed if it works.
     pub async fn run(mut self, mut commands: mpsc::Receiver<Command>) {
         while let Some(command) = commands.recv().await {
             match command {
                 Command::Run(run) => {
                     if let After::AgentGone = self.attempt(*run, &mut commands).await {
-                        break;
+                        return self.kill().await;
                     }
                 }
-                Command::Replace => self.kill().await,
+                Command::Replace => self.end_child().await,
                 // It ended before this came; its end has been told.
                 Command::Stop { .. } | Command::Release { .. } => {}
             }
         }
-        self.kill().await;
+        self.end_child().await;
     }
 
     /// Runs one attempt to its end, and tells it.
@@ -148,7 +148,7 @@ impl Runner {
             Ok(spec) => spec,
             Err(error) => {
                 let message = format!("the task cannot be decoded: {error}");
-                self.end(lease, failure(FailureKind::Invalid, message)).await;
+                self.tell_end(lease, failure(FailureKind::Invalid, message)).await;
                 return After::GoOn;
             }
         };
@@ -165,7 +165,7 @@ impl Runner {
             match ended {
                 Some(ended) => {
                     log_end(&ended);
-                    self.end(lease, ended).await;
+                    self.tell_end(lease, ended).await;
                     After::GoOn
                 }
                 None => After::AgentGone,
@@ -186,7 +186,7 @@ impl Runner {
         let lease = run.lease;
         let model = resident_model(&spec).map(str::to_owned);
         if model.is_some() && self.resident.is_some() && self.resident != model {
-            self.kill().await;
+            self.end_child().await;
         }
         if self.process.is_none()
             && let Some(ended) = self.start(lease, run.assign.memory_bytes, commands).await?
@@ -277,7 +277,7 @@ impl Runner {
             Outcome::Failed(failure) => {
                 // A task refused for what it asks says nothing against the child and the model it holds.
                 if failure.kind != FailureKind::Invalid {
-                    self.kill().await;
+                    self.end_child().await;
                 }
                 failed(&failure)
             }
@@ -313,10 +313,20 @@ impl Runner {
     }
 
     /// Tells the agent; this one waits for room, for an end must arrive.
-    async fn end(&self, lease: Lease, ended: Ended) {
+    async fn tell_end(&self, lease: Lease, ended: Ended) {
         let _ = self.events.send(DeviceEvent::Ended { lease, ended }).await;
     }
 
+    /// Gives up a child that does nothing.
+    async fn end_child(&mut self) {
+        self.resident = None;
+        if let Some(process) = self.process.take() {
+            self.leaving = process.group();
+            process.end().await;
+        }
+    }
+
+    /// Gives up a child, whatever it does.
     async fn kill(&mut self) {
         self.resident = None;
         if let Some(process) = self.process.take() {

@@ -25,6 +25,8 @@ const LINE_BYTES: usize = 4096;
 /// Last lines kept to tell why a child ended.
 const TAIL_LINES: usize = 20;
 
+/// How long a child without work may take to end when it is told to: it may have something left to send.
+const END_PATIENCE: Duration = Duration::from_secs(1);
 /// How long a child may take to be gone after it was killed.
 const KILL_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a line that was written before an end may take to come after it.
@@ -158,6 +160,17 @@ impl Process {
             lines.push(line);
         }
         lines
+    }
+
+    /// Tells a child without work to end, and kills its process group when it does not.
+    pub async fn end(mut self) {
+        let ends = async {
+            if self.send(&Request::Shutdown).await.is_ok() {
+                let _ = self.child.wait().await;
+            }
+        };
+        let _ = tokio::time::timeout(END_PATIENCE, ends).await;
+        self.kill().await;
     }
 
     /// Kills the child's process group and waits for the child itself. One that the system cannot end is
