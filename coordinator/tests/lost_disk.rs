@@ -61,6 +61,30 @@ async fn a_job_goes_on_from_the_store_when_the_disk_is_lost_and_the_old_disk_is_
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_started_anew_is_welcomed_by_the_successor_and_runs_again_what_it_had() {
+    let place = Place::new();
+    let first = coordinator(&place, "first").await.unwrap();
+    let (job, _) = client(&first).await.submit(place.spec(), "").await.unwrap();
+    std::fs::create_dir_all(place.partial().join("checkpoint")).unwrap();
+    let mut worker = FakeWorker::connect(&first, "a", 1, Vec::new()).await;
+    run_one(&mut worker).await;
+    let open = worker.assignment().await.lease.unwrap();
+    first.shutdown(DEADLINE).await.unwrap();
+
+    let second = coordinator(&place, "second").await.unwrap();
+    let mut worker = FakeWorker::connect(&second, "a", 2, Vec::new()).await;
+    assert_eq!(worker.welcome.term, 2);
+    for _ in 0..2 {
+        let lease = run_one(&mut worker).await;
+        assert_eq!((lease.term, lease.epoch), (2, 2));
+        assert!(lease.attempt > open.attempt, "the old attempt was given up");
+    }
+    let ended = end_of(&second, &job.id).await;
+    assert_eq!(ended.state(), JobState::Succeeded, "{}", ended.message);
+    second.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_coordinator_that_still_runs_stops_by_itself_when_another_takes_over() {
     let place = Place::new();
     let first = coordinator(&place, "first").await.unwrap();

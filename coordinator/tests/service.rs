@@ -80,6 +80,19 @@ async fn a_restarted_coordinator_keeps_results_and_lets_workers_carry_on() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_started_anew_keeps_its_stream_and_runs_again_what_it_had() {
+    let place = Place::new();
+    let handle = place.coordinator().await;
+    client(&handle).await.submit(place.spec(), "").await.unwrap();
+    let mut before = FakeWorker::connect(&handle, "a", 1, Vec::new()).await;
+    let open = before.assignment().await.lease.unwrap();
+    let mut after = FakeWorker::connect(&handle, "a", 2, Vec::new()).await;
+    let again = run_one(&mut after).await;
+    assert!(again.attempt > open.attempt && again.epoch == 2, "{again:?}");
+    handle.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_assignment_that_never_arrived_is_sent_again() {
     let place = Place::new();
     let handle = place.coordinator().await;

@@ -9,7 +9,7 @@ use espalier_proto::v1::{self, coordinator_message::Message};
 use super::handle::wire;
 use super::{Owner, Request};
 use crate::scheduler::{
-    AttemptId, Command, Effect, JobId, JobPhase, Payload, Stage, Task, TaskPhase, WorkerId,
+    AttemptId, Command, Effect, JobId, JobPhase, Payload, Stage, Standing, Task, TaskPhase, WorkerId,
 };
 use crate::service::StageSnapshot;
 use crate::trace;
@@ -35,7 +35,11 @@ impl Owner {
                 Effect::WriteOutcome { job } => self.write_outcome(job),
                 Effect::RemovePartial { job } => self.remove_partial(job),
                 Effect::Disconnect { worker } => {
-                    self.links.remove(&worker);
+                    // One that came back in the same turn has a new stream by now, and keeps it.
+                    let known = self.state.worker(worker);
+                    if known.is_none_or(|known| known.standing == Standing::Lost) {
+                        self.links.remove(&worker);
+                    }
                 }
                 Effect::Changed { job } => self.watchers.changed(job),
             }
