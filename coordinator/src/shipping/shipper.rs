@@ -85,10 +85,13 @@ impl Shipper {
         let begun = Instant::now();
         let through = self.progress.last_durable();
         let claims = self.first_claims().await?;
-        self.ship_snapshots(&claims).await?;
+        // First, so that no frame or snapshot in the store says of a job that it is archived and its archive is not.
+        // One that cannot be read must not keep the journal from being shipped, though.
+        let archived = self.ship_archives().await;
+        self.ship_snapshots(&claims, through).await?;
         self.ship_frames(&claims, through).await?;
         self.progress.up_to_date_at(begun);
-        self.ship_archives().await
+        archived
     }
 
     /// The claims, as far as they are needed: for finding out where to begin. What a coordinator that was
@@ -125,7 +128,7 @@ impl Shipper {
         Ok(())
     }
 
-    async fn ship_snapshots(&mut self, claims: &[Claim]) -> Result<()> {
+    async fn ship_snapshots(&mut self, claims: &[Claim], through: u64) -> Result<()> {
         let directory = self.data_dir.join("journal");
         let mut new = false;
         for (path, looks) in files(&directory)? {
@@ -136,7 +139,9 @@ impl Shipper {
                     .parse()
                     .ok()
             });
-            let Some(sequence) = sequence else { continue };
+            let Some(sequence) = sequence.filter(|sequence| *sequence <= through) else {
+                continue;
+            };
             let key = Snapshot::key(self.term, sequence);
             new |= self.ship_file(&path, &key, looks).await?;
         }
