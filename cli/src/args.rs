@@ -115,6 +115,9 @@ pub(crate) struct Coordinator {
     /// of a cluster.
     #[arg(long, env = "ESPALIER_TERM_LEASE", default_value = "10s", value_parser = interval)]
     pub term_lease: Duration,
+    /// Artifacts that no job needs any more stay this long after they were last put.
+    #[arg(long, env = "ESPALIER_COLLECT_AFTER", default_value = "24h", value_parser = duration)]
+    pub collect_after: Duration,
     /// Workers are asked for a sign of life this often.
     #[arg(long, env = "ESPALIER_HEARTBEAT", default_value = "2s", value_parser = interval)]
     pub heartbeat_interval: Duration,

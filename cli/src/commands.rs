@@ -76,6 +76,7 @@ pub(crate) async fn coordinator(arguments: args::Coordinator) -> anyhow::Result<
     options.cluster = arguments.cluster;
     options.ship_interval = arguments.ship_interval;
     options.term_lease = arguments.term_lease;
+    options.collect_after = arguments.collect_after;
     options.heartbeat_interval = arguments.heartbeat_interval;
     options.worker_lost = arguments.worker_lost;
     options.orphan_grace = arguments.orphan_grace;

@@ -141,6 +141,17 @@ impl Archives {
     /// # Errors
     /// When it is missing, damaged or too new.
     pub fn read(&self, job: JobId) -> Result<Archive, Error> {
+        serde_json::from_slice(&self.json(job)?).map_err(|error| Error::Damaged {
+            path: self.path(job),
+            what: format!("the job does not parse: {error}"),
+        })
+    }
+
+    /// The JSON of a job's archive as it was written, for whoever looks for words in it.
+    ///
+    /// # Errors
+    /// When it is missing, damaged or too new.
+    pub fn json(&self, job: JobId) -> Result<Vec<u8>, Error> {
         let path = self.path(job);
         let bytes = match self.disk.read(&path) {
             Ok(bytes) => bytes,
@@ -155,20 +166,16 @@ impl Archives {
                 });
             }
         };
-        let json = match SEAL.open(job.0, &bytes) {
-            Ok(json) => json,
-            Err(Fault::Damaged(what)) => {
-                let what = what.to_owned();
-                return Err(Error::Damaged { path, what });
-            }
-            Err(Fault::TooNew(found)) => {
-                let known = SEAL.version;
-                return Err(Error::TooNew { path, found, known });
-            }
-        };
-        serde_json::from_slice(&json).map_err(|error| Error::Damaged {
-            path,
-            what: format!("the job does not parse: {error}"),
+        SEAL.open(job.0, &bytes).map_err(|fault| match fault {
+            Fault::Damaged(what) => Error::Damaged {
+                path,
+                what: what.to_owned(),
+            },
+            Fault::TooNew(found) => Error::TooNew {
+                path,
+                found,
+                known: SEAL.version,
+            },
         })
     }
 

@@ -7,6 +7,7 @@
 
 pub mod archive;
 pub mod client;
+pub mod collect;
 pub mod doctor;
 mod error;
 mod history;

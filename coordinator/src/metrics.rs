@@ -64,6 +64,9 @@ struct Counters {
     /// Milliseconds that the artifact store is behind the journal; `u64::MAX` when nothing is shipped.
     ship_lag: AtomicU64,
     disk_full: AtomicU64,
+    collected_artifacts: AtomicU64,
+    collected_bytes: AtomicU64,
+    collections_failed: AtomicU64,
 }
 
 impl Default for Metrics {
@@ -84,6 +87,9 @@ impl Default for Metrics {
             snapshot_at: zero(),
             ship_lag: AtomicU64::new(u64::MAX),
             disk_full: zero(),
+            collected_artifacts: zero(),
+            collected_bytes: zero(),
+            collections_failed: zero(),
         }))
     }
 }
@@ -205,6 +211,17 @@ impl Metrics {
     /// Whether the journal's disk is full.
     pub fn set_disk_full(&self, full: bool) {
         self.0.disk_full.store(u64::from(full), Ordering::Relaxed);
+    }
+
+    /// An artifact of this size that nobody needed was removed.
+    pub fn artifact_collected(&self, bytes: u64) {
+        add(Some(&self.0.collected_artifacts));
+        self.0.collected_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Garbage could not be collected, or not to the end.
+    pub fn collection_failed(&self) {
+        add(Some(&self.0.collections_failed));
     }
 
     /// How far the artifact store is behind the journal; none when nothing is shipped.

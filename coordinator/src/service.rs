@@ -25,6 +25,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use espalier_artifact::ArtifactStore;
 use espalier_proto::MESSAGE_LIMIT_BYTES;
 use espalier_proto::v1::cluster_server::ClusterServer;
 use espalier_proto::v1::jobs_server::JobsServer;
@@ -37,19 +38,19 @@ use tokio::time::{Instant, MissedTickBehavior, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use crate::collect::{self, COLLECT_AFTER, Collector};
 use crate::journal::disk::SystemDisk;
 use crate::lock::DirectoryLock;
 use crate::logs::{self, Logs};
 use crate::metrics::Metrics;
 use crate::shipping::{self, SHIP_INTERVAL};
 use crate::tables::Tables;
-use crate::term::claims::store_error;
 use crate::term::{Fence, OwnDirectory, TERM_LEASE};
 use crate::{Error, Result, http};
 pub use adapter::PipelinePlanner;
 use owner::{BATCH, Owner, Request, TICK};
 pub use planner::{Planned, Planner, StageSnapshot};
-use surroundings::{BlockingThreads, Surroundings, SystemClock};
+use surroundings::{BlockingThreads, Clock, Surroundings, SystemClock};
 
 /// Requests that may wait for the loop.
 const REQUESTS: usize = 2048;
@@ -74,6 +75,8 @@ pub struct CoordinatorOptions {
     /// How long a coordinator may promote after it last saw that no other had taken over. The same for all of a
     /// cluster. Default: 10 s.
     pub term_lease: Duration,
+    /// Artifacts that nobody needs stay at least this long after they were last put. Default: 24 h.
+    pub collect_after: Duration,
     /// Workers are asked for a heartbeat this often. Default: 2 s.
     pub heartbeat_interval: Duration,
     /// Silence after which a worker's tasks are handed on. Default: 30 s.
@@ -92,6 +95,7 @@ impl CoordinatorOptions {
             cluster: "espalier".to_owned(),
             ship_interval: SHIP_INTERVAL,
             term_lease: TERM_LEASE,
+            collect_after: COLLECT_AFTER,
             heartbeat_interval: Duration::from_secs(2),
             worker_lost: Duration::from_secs(30),
             orphan_grace: Duration::from_secs(30 * 60),
@@ -136,11 +140,20 @@ impl Coordinator {
         let metrics = Metrics::default();
         metrics.journal_lies_in(options.data_dir.join("journal"));
         let clock = Arc::new(SystemClock::default());
-        let shipping = prepare_shipping(&options, Arc::clone(&clock)).await?;
+        let store = open_store(&options)?;
+        let shipping = prepare_shipping(&options, &store, Arc::clone(&clock)).await?;
         let fence: Arc<dyn Fence> = match &shipping {
             Some(prepared) => Arc::clone(&prepared.keeper) as Arc<dyn Fence>,
             None => Arc::new(OwnDirectory),
         };
+        let location = store.location();
+        let collector = Collector::new(
+            store,
+            collecting(&options),
+            Arc::clone(&fence),
+            Arc::clone(&clock) as Arc<dyn Clock>,
+            metrics.clone(),
+        );
         let tables = Tables::default();
         let (opened, logs, log_writer) = {
             let own_tables = tables.clone();
@@ -155,7 +168,7 @@ impl Coordinator {
                     beside: Arc::new(beside),
                     disk: Arc::new(SystemDisk),
                     tables: own_tables,
-                    store: store_url(&options)?,
+                    store: location,
                     witness: None,
                 };
                 let directory = options.data_dir.join("logs");
@@ -185,6 +198,7 @@ impl Coordinator {
             tasks.spawn(shipper.run(stop.clone()));
             tasks.spawn(prepared.keeper.keep(stop.clone()));
         }
+        tasks.spawn(collector.run(stop.clone()));
         let owner = thread::Builder::new().name("espalier-owner".to_owned()).spawn({
             let (stop, vitals, metrics) = (stop.clone(), vitals.clone(), metrics.clone());
             move || {
@@ -293,32 +307,38 @@ impl Handle {
     }
 }
 
-/// The artifact store as workers are told; opened once, so that a wrong one is found at the start.
-fn store_url(options: &CoordinatorOptions) -> Result<String> {
+/// The artifact store as workers are told of it; opened once, so that a wrong one is found at the start.
+fn open_store(options: &CoordinatorOptions) -> Result<ArtifactStore> {
     let inside = || options.data_dir.join("artifacts").to_string_lossy().into_owned();
     let location = options.store.clone().unwrap_or_else(inside);
-    espalier_artifact::ArtifactStore::open(&location)
-        .map(|store| store.location())
-        .map_err(|error| Error::Invalid(format!("store: {error}")))
+    ArtifactStore::open(&location).map_err(|error| Error::Invalid(format!("store: {error}")))
+}
+
+fn collecting(options: &CoordinatorOptions) -> collect::Options {
+    collect::Options {
+        data_dir: options.data_dir.clone(),
+        cluster: options.store.as_ref().map(|_| options.cluster.clone()),
+        collect_after: options.collect_after,
+    }
 }
 
 /// Makes ready to ship and to claim a term, where a store is given; one inside the data directory would be lost
 /// with it.
 async fn prepare_shipping(
     options: &CoordinatorOptions,
+    store: &ArtifactStore,
     clock: Arc<SystemClock>,
 ) -> Result<Option<shipping::Prepared>> {
-    let Some(location) = &options.store else {
+    if options.store.is_none() {
         return Ok(None);
-    };
-    let store = espalier_artifact::ArtifactStore::open(location).map_err(store_error)?;
+    }
     let shipping = shipping::Options {
         data_dir: options.data_dir.clone(),
         cluster: options.cluster.clone(),
         interval: options.ship_interval,
         lease: options.term_lease,
     };
-    shipping::prepare(&store, shipping, clock).await.map(Some)
+    shipping::prepare(store, shipping, clock).await.map(Some)
 }
 
 /// Gives the loop its turns until it is told to stop.

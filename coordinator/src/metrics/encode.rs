@@ -29,6 +29,7 @@ impl Collector for Report {
         leases(&mut encoder, counters)?;
         standings(&mut encoder, counters)?;
         journal(&mut encoder, counters)?;
+        garbage(&mut encoder, counters)?;
         process(&mut encoder)
     }
 }
@@ -142,6 +143,18 @@ fn journal(encoder: &mut DescriptorEncoder<'_>, counters: &Counters) -> Result<(
     Ok(())
 }
 
+fn garbage(encoder: &mut DescriptorEncoder<'_>, counters: &Counters) -> Result<(), Error> {
+    let help = "Artifacts that nobody needed and that were removed";
+    let value = read(&counters.collected_artifacts);
+    counter(encoder, "espalier_collected_artifacts", help, None, value)?;
+    let help = "The bytes of those";
+    let (unit, value) = (Some(&Unit::Bytes), read(&counters.collected_bytes));
+    counter(encoder, "espalier_collected", help, unit, value)?;
+    let help = "Collections of garbage that went wrong";
+    let value = read(&counters.collections_failed);
+    counter(encoder, "espalier_collections_failed", help, None, value)
+}
+
 fn process(encoder: &mut DescriptorEncoder<'_>) -> Result<(), Error> {
     let help = "The program that runs";
     let mut info = encoder.encode_descriptor("espalier_build", help, None, MetricType::Info)?;
@@ -157,6 +170,17 @@ fn process(encoder: &mut DescriptorEncoder<'_>) -> Result<(), Error> {
         )?;
     }
     Ok(())
+}
+
+fn counter(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    unit: Option<&Unit>,
+    value: u64,
+) -> Result<(), Error> {
+    let mut metric = encoder.encode_descriptor(name, help, unit, MetricType::Counter)?;
+    metric.encode_counter(&value, NoExemplar::None)
 }
 
 fn gauge(
