@@ -242,14 +242,22 @@ impl Attempt<'_, '_> {
         Ok(checkpoint)
     }
 
-    /// Checkpoints are large, and only the last one matters. An attempt removes only what it wrote itself: whoever
-    /// wrote the others may be at work yet.
+    /// Checkpoints are large, and only the last one matters. An attempt removes only what it wrote itself, and
+    /// only while no other's record names it: at the same step every attempt writes the same bytes, which are
+    /// stored once.
     fn discard(&self, previous: Option<&Checkpoint>, current: Option<&Checkpoint>) {
         let Some(previous) = previous else { return };
         if current.is_some_and(|current| current.trainer == previous.trainer) {
             return;
         }
-        if let Err(error) = self.context.store.remove(&previous.trainer.0) {
+        let removed = self.context.store.records(&self.about).and_then(|records| {
+            if is_anothers(&records, self.context.attempt, &previous.trainer) {
+                // Whoever goes on from there removes it, or it is collected as garbage.
+                return Ok(());
+            }
+            self.context.store.remove(&previous.trainer.0)
+        });
+        if let Err(error) = removed {
             tracing::warn!(%error, "an old checkpoint cannot be removed");
         }
     }
@@ -342,6 +350,15 @@ impl Attempt<'_, '_> {
     }
 }
 
+/// Whether the record of another attempt names this artifact; what the record says of it does not matter.
+fn is_anothers<R: AsRef<[u8]>>(records: &[(u64, R)], own: u64, artifact: &ArtifactId) -> bool {
+    let name = artifact.0.as_bytes();
+    let names = |record: &[u8]| record.windows(name.len().max(1)).any(|window| window == name);
+    records
+        .iter()
+        .any(|(attempt, record)| *attempt != own && names(record.as_ref()))
+}
+
 impl<'a> Corpus<'a> {
     fn read(context: &Context<'_>, task: &'a Recover, vocab_size: usize) -> Result<Self> {
         let mut shards = Vec::with_capacity(task.shards.len());
@@ -419,7 +436,20 @@ impl Order {
 
 #[cfg(test)]
 mod tests {
-    use super::Order;
+    use espalier_proto::task::ArtifactId;
+
+    use super::{Order, is_anothers};
+
+    #[test]
+    fn a_checkpoint_is_anothers_while_the_record_of_another_attempt_names_it() {
+        let (ours, theirs) = (ArtifactId("ab".repeat(32)), ArtifactId("cd".repeat(32)));
+        let record = |trainer: &ArtifactId| format!("{{\"trainer\":\"{trainer}\",\"losses\":[]}}");
+        let alone = [(7, record(&ours)), (3, record(&theirs))];
+        assert!(!is_anothers(&alone, 7, &ours));
+        let equal_steps = [(7, record(&ours)), (3, record(&ours))];
+        assert!(is_anothers(&equal_steps, 7, &ours));
+        assert!(!is_anothers(&equal_steps, 7, &theirs));
+    }
 
     #[test]
     fn every_sequence_comes_once_an_epoch_in_an_order_that_the_seed_gives() {
