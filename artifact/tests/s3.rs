@@ -19,6 +19,13 @@ use object_store::aws::AmazonS3Builder;
 /// Which location a process of its own opens.
 const LOCATION: &str = "ESPALIER_TEST_LOCATION";
 
+/// A location, the variables set beside it, and what is said of them.
+type Refused = (
+    &'static str,
+    &'static [(&'static str, &'static str)],
+    &'static str,
+);
+
 struct Server {
     process: Child,
     address: SocketAddr,
@@ -37,9 +44,11 @@ impl Server {
         let installed = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../.cache/venv-moto/bin/moto_server");
         let program = std::env::var_os("ESPALIER_MOTO_SERVER").map_or(installed, PathBuf::from);
         if !program.is_file() {
-            println!(
-                "SKIPPED: no S3 server at {}: `tests/checks/moto.sh` installs it",
-                program.display()
+            let program = program.display();
+            // Not by a macro: what those print is shown of failing tests only.
+            let _ = writeln!(
+                std::io::stderr(),
+                "SKIPPED: no S3 server at {program}: `tests/checks/moto.sh` installs it"
             );
             return None;
         }
@@ -118,7 +127,7 @@ fn everything_that_holds_in_a_directory_holds_in_s3() {
 #[test]
 fn a_store_that_cannot_be_used_is_said_at_the_start_with_what_to_set() {
     let Some(server) = Server::start(None) else { return };
-    let cases: &[(&str, &[(&str, &str)], &str)] = &[
+    let cases: &[Refused] = &[
         ("s3://no-such-bucket", &[], "there is no such bucket"),
         ("s3://", &[], "it names no bucket"),
         ("s4://orchard", &[], "scheme \"s4\" is not supported"),

@@ -9,7 +9,7 @@ if [ -e "$venv/complete" ]; then
 fi
 rm -rf "$venv"
 mkdir -p .cache
-if python3 -m venv "$venv" && "$venv/bin/pip" install --quiet 'moto[server]==5.2.5'; then
+if python3 -m venv "$venv" && "$venv/bin/pip" install --quiet --retries 1 --timeout 15 'moto[server]==5.2.5'; then
     touch "$venv/complete"
 else
     rm -rf "$venv"
