@@ -3,6 +3,8 @@
 //! `restart build KIND DIR` makes a data directory, `restart start DIR` starts a coordinator on it and prints
 //! the seconds until it has answered a listing of its jobs.
 
+#![allow(clippy::print_stdout)] // its figure is its answer
+
 #[path = "../tests/common/past.rs"]
 mod past;
 

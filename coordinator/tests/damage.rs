@@ -1,7 +1,7 @@
 //! Damage to everything a data directory holds, wherever it strikes: the coordinator starts, or refuses with a
 //! command that mends it; never a panic, never an event that did not happen. `make check-damage` runs the
 //! whole of it, `make test` a part.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::print_stdout)]
 
 #[path = "common/past.rs"]
 mod past;

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use anyhow::Result;
 use espalier_coordinator::client::Client;
-use tokio::io::AsyncReadExt;
 use tokio::task::JoinSet;
 
 const DEADLINE: Duration = Duration::from_secs(10);
@@ -27,8 +26,7 @@ pub async fn run(options: &Options) -> Result<()> {
     for _ in 0..options.clients {
         clients.spawn(follow(options.endpoint.clone()));
     }
-    let mut stdin = tokio::io::stdin();
-    stdin.read(&mut [0; 1]).await?;
+    tokio::io::copy(&mut tokio::io::stdin(), &mut tokio::io::sink()).await?;
     let mut snapshots = 0;
     while let Some(ended) = clients.try_join_next() {
         snapshots += ended??;

@@ -83,7 +83,7 @@ impl Reads for Large {
                 .states
                 .first()
                 .copied()
-                .unwrap_or(TaskState::Waiting.into()),
+                .unwrap_or_else(|| TaskState::Waiting.into()),
             ..TaskDetail::default()
         };
         Ok(ListTasksResponse {

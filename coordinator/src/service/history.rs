@@ -73,7 +73,7 @@ impl History {
             .collect();
         let first = newer
             .first()
-            .map_or(ring.next.saturating_add(1), |entry| entry.number);
+            .map_or_else(|| ring.next.saturating_add(1), |entry| entry.number);
         (newer, first > after.saturating_add(1))
     }
 

@@ -115,7 +115,7 @@ impl History {
     /// Mostly one that still holds a device, now and then any that was ever given.
     fn lease(&self, world: &World, choice: usize) -> Option<Work> {
         let live = world.state.attempts().count();
-        if choice % 4 > 0 && live > 0 {
+        if !choice.is_multiple_of(4) && live > 0 {
             let held = world.state.attempts().nth(choice % live)?;
             return Some((held.worker, held.lease));
         }

@@ -97,7 +97,9 @@ impl Owner {
         let known = known.ok_or_else(|| Status::not_found(format!("there is no task {task}")))?;
         let mut detail = self.detail(known);
         known.payload.as_str().clone_into(&mut detail.spec_json);
-        detail.output_json = view::output(known).unwrap_or_default().to_owned();
+        view::output(known)
+            .unwrap_or_default()
+            .clone_into(&mut detail.output_json);
         detail.attempts = view::attempts(&self.state, known, &self.history, &self.progress);
         Ok(detail)
     }
