@@ -192,10 +192,12 @@ impl Coordinator {
         let vitals = http::Vitals::default();
         let progress = shipping::Progress::default();
         progress.durable(opened.durable());
+        let loop_is_over = CancellationToken::new();
         if let Some(prepared) = shipping {
             prepared.settled()?;
             let shipper = prepared.shipper(opened.state().term().0, progress.clone(), metrics.clone());
-            tasks.spawn(shipper.run(stop.clone()));
+            // What the loop's last turn makes durable is shipped too: a worker may have been told of it already.
+            tasks.spawn(shipper.run(loop_is_over.clone()));
             tasks.spawn(prepared.keeper.keep(stop.clone()));
         }
         tasks.spawn(collector.run(stop.clone()));
@@ -203,6 +205,7 @@ impl Coordinator {
             let (stop, vitals, metrics) = (stop.clone(), vitals.clone(), metrics.clone());
             move || {
                 let _lock = lock;
+                let _over = loop_is_over.drop_guard();
                 let ended = run(opened, inbox, &vitals, &metrics, &progress, &stop);
                 if let Err(error) = ended {
                     tracing::error!(%error, "the coordinator stops");

@@ -62,9 +62,10 @@ fn an_agent_killed_at_once_leaves_no_process_of_its_device_however_busy() {
 async fn a_profile_that_overlapped_a_stop_is_measured_again() {
     let mut device = Device::start("child");
     device.run(1, &long_profile(), None).await;
-    device.wait_for_progress(2).await;
+    device.wait_for_progress(0).await;
     let child = children_of(std::process::id(), device.marker());
     let [child] = child[..] else { panic!("{child:?}") };
+    device.wait_for_progress(2).await;
     signal(child, libc::SIGSTOP);
     tokio::time::sleep(Duration::from_millis(900)).await;
     signal(child, libc::SIGCONT);

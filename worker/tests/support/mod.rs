@@ -65,7 +65,7 @@ pub fn long_profile() -> TaskSpec {
             output_tokens: 8,
             concurrency: 1,
         },
-        rounds: 8,
+        rounds: 64,
     })
 }
 
