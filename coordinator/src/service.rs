@@ -190,6 +190,8 @@ impl Coordinator {
             .map_err(|error| Error::Internal(format!("the tables' thread cannot be started: {error}")))?;
         let opened = opened.seen_by(metrics.clone(), logs.clone());
         let vitals = http::Vitals::default();
+        vitals.set_authority(opened.holds());
+        vitals.replayed();
         let progress = shipping::Progress::default();
         progress.durable(opened.durable());
         let loop_is_over = CancellationToken::new();
@@ -353,7 +355,6 @@ fn run(
     progress: &shipping::Progress,
     stop: &CancellationToken,
 ) -> Result<()> {
-    vitals.replayed();
     let mut batch = Vec::with_capacity(BATCH);
     while !owner.is_stopping() {
         // Without authority requests stay in the batch; when it is full of them the inbox has to wait.
