@@ -1,1 +1,16 @@
 //! Real coordinators and workers, killed, stopped, cut off and starved: the kit that the tests and checks share.
+//!
+//! - [`errand`]: what a stand-in task does, carried in the spec of a real task, and its planner [`story`].
+//! - [`ledger`]: what happened, as the processes themselves wrote it down; a kill loses nothing of it.
+//! - [`process`], [`proxy`], [`rig`]: processes to kill and stop, wires to cut, and a cluster of both.
+//! - [`kill`]: the coordinator killed again and again under working workers.
+//!
+//! The coordinator, the agent and the protocol are the real ones. Only the device child and the planner stand in.
+
+pub mod errand;
+pub mod kill;
+pub mod ledger;
+pub mod process;
+pub mod proxy;
+pub mod rig;
+pub mod story;

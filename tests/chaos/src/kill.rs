@@ -1,0 +1,228 @@
+//! The coordinator killed at random, again and again, while workers finish short tasks.
+//!
+//! What must hold, by the ledger that the processes themselves keep:
+//! - an errand whose good end was acknowledged is never begun again: nothing acknowledged was lost;
+//! - every job ends well, and each of its errands has one acknowledged good end;
+//! - a task that always crashes is tried as often as its budget says, however many coordinators that takes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use espalier_proto::v1::JobState;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::ledger::{Entry, What};
+use crate::rig::Rig;
+use crate::story::Story;
+
+/// Tries that a task has which always crashes: one, and two retries.
+const CRASH_TRIES: usize = 3;
+/// Jobs under way at a time.
+const JOBS: usize = 3;
+/// Every so many jobs one is doomed.
+const DOOMED_EVERY: usize = 4;
+const END: Duration = Duration::from_secs(300);
+
+/// What a run is to do.
+#[derive(Debug, Clone, Copy)]
+pub struct Plan {
+    /// Kills.
+    pub kills: usize,
+    /// Seeds the moments.
+    pub seed: u64,
+}
+
+/// What a run has shown.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Report {
+    /// Kills.
+    pub kills: usize,
+    /// Jobs that ended as they should.
+    pub jobs: usize,
+    /// Good ends that were acknowledged.
+    pub acknowledged: usize,
+    /// Of those, errands that were begun again afterwards.
+    pub again: usize,
+    /// Errands of jobs that succeeded without an acknowledged good end.
+    pub missing: usize,
+    /// Tasks that always crash, with how often each was tried.
+    pub doomed_tries: Vec<usize>,
+}
+
+impl Report {
+    /// Whether nothing was lost and nothing done twice.
+    pub fn holds(&self) -> bool {
+        let budget = self.doomed_tries.iter().all(|tries| *tries >= 2 && *tries <= CRASH_TRIES);
+        self.again == 0 && self.missing == 0 && self.acknowledged > 0 && budget
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let fewest = self.doomed_tries.iter().min().copied().unwrap_or(0);
+        let most = self.doomed_tries.iter().max().copied().unwrap_or(0);
+        write!(
+            formatter,
+            "{} kills, {} jobs, {} results acknowledged: {} lost, {} executed again; {} tasks that always crash were \
+             tried {fewest} to {most} times (at most {CRASH_TRIES})",
+            self.kills,
+            self.jobs,
+            self.acknowledged,
+            self.missing,
+            self.again,
+            self.doomed_tries.len(),
+        )
+    }
+}
+
+/// Kills the coordinator as planned and looks at what is left.
+///
+/// # Errors
+/// When something breaks that is no finding: a process that cannot be started, a job that never ends.
+pub async fn run(plan: Plan, progress: impl Fn(usize)) -> Result<Report> {
+    let story = Story {
+        stages: 3,
+        errands: 60,
+        millis: 60,
+        doomed: "-doomed".to_owned(),
+    };
+    let mut rig = Rig::start(story.clone(), 4, Duration::from_secs(30))?;
+    match kill(&mut rig, &story, plan, progress).await {
+        Ok(report) if report.holds() => Ok(report),
+        Ok(report) => {
+            eprintln!("the run's files are kept in {}", rig.keep().display());
+            Ok(report)
+        }
+        Err(error) => Err(error.context(format!("the run's files are kept in {}", rig.keep().display()))),
+    }
+}
+
+async fn kill(rig: &mut Rig, story: &Story, plan: Plan, progress: impl Fn(usize)) -> Result<Report> {
+    let mut random = ChaCha8Rng::seed_from_u64(plan.seed);
+    let mut jobs: BTreeMap<String, String> = BTreeMap::new();
+    let mut open: BTreeSet<String> = BTreeSet::new();
+    for kill in 0..plan.kills {
+        if open.len() < JOBS {
+            let doomed = if jobs.len() % DOOMED_EVERY == 1 { &story.doomed } else { "" };
+            let name = format!("job{}{doomed}", jobs.len());
+            let id = rig.submit(&name).await?;
+            jobs.insert(id.clone(), name);
+            open.insert(id);
+        }
+        // Sometimes in the middle of the replay, mostly in the middle of the work.
+        let wait = if random.random_bool(0.1) { 0..60 } else { 100..900 };
+        tokio::time::sleep(Duration::from_millis(random.random_range(wait))).await;
+        rig.kill_coordinator()?;
+        rig.start_coordinator()?;
+        for id in open.clone() {
+            let state = rig.job(&id).await?.state();
+            if matches!(state, JobState::Succeeded | JobState::Failed | JobState::Cancelled) {
+                open.remove(&id);
+            }
+        }
+        progress(kill + 1);
+    }
+    for (id, name) in &jobs {
+        let ended = rig.end_of(id, END).await?;
+        let wanted = if name.ends_with(&story.doomed) {
+            JobState::Failed
+        } else {
+            JobState::Succeeded
+        };
+        ensure!(
+            ended.state() == wanted,
+            "{name} should be {wanted:?} and is {:?}: {}",
+            ended.state(),
+            ended.message
+        );
+    }
+    settle(rig).await?;
+    judge(&rig.ledger()?, &jobs, story, plan)
+}
+
+/// Waits until the workers have said and heard everything.
+async fn settle(rig: &Rig) -> Result<()> {
+    let start = Instant::now();
+    let mut before = 0;
+    while start.elapsed() < END {
+        let entries = rig.ledger()?.len();
+        if entries == before {
+            return Ok(());
+        }
+        before = entries;
+        tokio::time::sleep(Duration::from_secs(3)).await;
+    }
+    bail!("the workers do not come to rest")
+}
+
+fn judge(ledger: &[Entry], jobs: &BTreeMap<String, String>, story: &Story, plan: Plan) -> Result<Report> {
+    let mut errand_of: BTreeMap<u64, &str> = BTreeMap::new();
+    let mut begun: BTreeMap<&str, Vec<(u64, u64)>> = BTreeMap::new();
+    let mut ended: BTreeSet<u64> = BTreeSet::new();
+    let mut acknowledged: BTreeMap<u64, u64> = BTreeMap::new();
+    for entry in ledger {
+        match &entry.what {
+            What::Began { errand } => {
+                errand_of.insert(entry.attempt, errand);
+                begun.entry(errand).or_default().push((entry.at, entry.attempt));
+            }
+            What::Ended { .. } => {
+                ended.insert(entry.attempt);
+            }
+            What::Acknowledged => {
+                acknowledged.entry(entry.attempt).or_insert(entry.at);
+            }
+        }
+    }
+    let good: Vec<(&str, u64, u64)> = acknowledged
+        .iter()
+        .filter(|(attempt, _)| ended.contains(attempt))
+        .filter_map(|(attempt, at)| Some((*errand_of.get(attempt)?, *attempt, *at)))
+        .collect();
+    let again = good.iter().filter(|(errand, attempt, at)| {
+        let others = begun.get(errand).into_iter().flatten();
+        others.into_iter().any(|(began, other)| other != attempt && began > at)
+    });
+    let again = again.count();
+    let with_good_end: BTreeSet<&str> = good.iter().map(|(errand, _, _)| *errand).collect();
+    let mut missing = 0;
+    let mut doomed_tries = Vec::new();
+    for name in jobs.values() {
+        if name.ends_with(&story.doomed) {
+            let doomed = format!("{name}/doomed");
+            let tries = begun.get(doomed.as_str()).map_or(0, Vec::len);
+            doomed_tries.push(tries);
+            continue;
+        }
+        for stage in 0..story.stages {
+            for errand in 0..story.errands {
+                let wanted = format!("{name}/{stage}/{errand}");
+                missing += usize::from(!with_good_end.contains(wanted.as_str()));
+            }
+        }
+    }
+    let jobs = jobs.len();
+    ensure!(jobs > 0, "no job was submitted");
+    let acknowledged = good.len();
+    Ok(Report {
+        kills: plan.kills,
+        jobs,
+        acknowledged,
+        again,
+        missing,
+        doomed_tries,
+    })
+}
+
+/// Runs a plan from a program without an asynchronous runtime of its own.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_blocking(plan: Plan, progress: impl Fn(usize)) -> Result<Report> {
+    tokio::runtime::Runtime::new()
+        .context("no runtime can be started")?
+        .block_on(run(plan, progress))
+}

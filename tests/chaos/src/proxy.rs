@@ -1,0 +1,128 @@
+//! A wire that can be cut: a TCP proxy between workers and a coordinator.
+
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use std::{io, thread};
+
+use anyhow::Result;
+
+/// How long a connection may take to be made.
+const CONNECT: Duration = Duration::from_secs(2);
+
+#[derive(Debug, Default)]
+struct Wire {
+    target: AtomicU16,
+    cut: AtomicBool,
+    ended: AtomicBool,
+    open: Mutex<Vec<TcpStream>>,
+}
+
+/// A proxy on a port of its own. Ends when dropped.
+#[derive(Debug)]
+pub struct Proxy {
+    address: SocketAddr,
+    wire: Arc<Wire>,
+}
+
+impl Proxy {
+    /// A wire to a port of this machine.
+    ///
+    /// # Errors
+    /// When no port is free.
+    pub fn start(target: u16) -> Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let address = listener.local_addr()?;
+        let wire = Arc::new(Wire::default());
+        wire.target.store(target, Ordering::SeqCst);
+        let served = Arc::clone(&wire);
+        thread::spawn(move || serve(&listener, &served));
+        Ok(Self { address, wire })
+    }
+
+    /// The endpoint on this side of the wire.
+    pub fn endpoint(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// Points the wire at another port.
+    pub fn retarget(&self, target: u16) {
+        self.wire.target.store(target, Ordering::SeqCst);
+    }
+
+    /// Cuts the wire without a word to either end: what was open goes silent, what is new is not answered.
+    pub fn cut(&self) {
+        self.wire.cut.store(true, Ordering::SeqCst);
+    }
+
+    /// Mends the wire: what was open before is closed, as no peer could trust it.
+    pub fn mend(&self) {
+        self.close();
+        self.wire.cut.store(false, Ordering::SeqCst);
+    }
+
+    fn close(&self) {
+        let Ok(mut open) = self.wire.open.lock() else { return };
+        for stream in open.drain(..) {
+            // It may be closed already.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.wire.ended.store(true, Ordering::SeqCst);
+        self.close();
+        // Wakes the listener, so that its thread sees the end.
+        let _ = TcpStream::connect(self.address);
+    }
+}
+
+fn serve(listener: &TcpListener, wire: &Arc<Wire>) {
+    for near in listener.incoming() {
+        if wire.ended.load(Ordering::SeqCst) {
+            return;
+        }
+        let Ok(near) = near else { continue };
+        let wire = Arc::clone(wire);
+        thread::spawn(move || join(near, &wire));
+    }
+}
+
+fn join(near: TcpStream, wire: &Arc<Wire>) {
+    while wire.cut.load(Ordering::SeqCst) {
+        if wire.ended.load(Ordering::SeqCst) {
+            return;
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+    let target = SocketAddr::from(([127, 0, 0, 1], wire.target.load(Ordering::SeqCst)));
+    let Ok(far) = TcpStream::connect_timeout(&target, CONNECT) else { return };
+    let (Ok(near_back), Ok(far_back)) = (near.try_clone(), far.try_clone()) else { return };
+    if let Ok(mut open) = wire.open.lock() {
+        open.extend([near.try_clone(), far.try_clone()].into_iter().flatten());
+    }
+    let back = Arc::clone(wire);
+    thread::spawn(move || pass(far_back, near_back, &back));
+    pass(near, far, wire);
+}
+
+/// Passes bytes on until either end closes; while the wire is cut they are held back.
+fn pass(mut from: TcpStream, mut to: TcpStream, wire: &Wire) {
+    let _ = from.set_nodelay(true);
+    let mut bytes = [0; 16 << 10];
+    loop {
+        let Ok(length) = io::Read::read(&mut from, &mut bytes) else { break };
+        while wire.cut.load(Ordering::SeqCst) && !wire.ended.load(Ordering::SeqCst) {
+            thread::sleep(Duration::from_millis(20));
+        }
+        let Some(passed) = bytes.get(..length).filter(|passed| !passed.is_empty()) else { break };
+        if io::Write::write_all(&mut to, passed).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Both);
+    let _ = from.shutdown(Shutdown::Both);
+}

@@ -1,0 +1,235 @@
+//! A cluster of errand runners in a directory of its own: one coordinator to kill and start again, workers
+//! on a wire, and a client that outlives both.
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use espalier_coordinator::client::Client;
+use espalier_proto::v1::{Job, JobState, submit_request::Spec};
+use tempfile::TempDir;
+
+use crate::ledger::{self, Entry};
+use crate::process::{Process, program};
+use crate::proxy::Proxy;
+use crate::story::Story;
+
+/// One call of the client.
+const CALL: Duration = Duration::from_secs(10);
+/// How long a coordinator may take to answer after its start.
+const START: Duration = Duration::from_secs(60);
+
+/// A cluster.
+#[derive(Debug)]
+pub struct Rig {
+    place: TempDir,
+    story: Story,
+    worker_lost: Duration,
+    port: u16,
+    coordinator: Option<Process>,
+    workers: Vec<Process>,
+    /// Between workers and coordinator.
+    pub wire: Proxy,
+}
+
+impl Rig {
+    /// A coordinator, and so many workers that reach it over one wire.
+    ///
+    /// # Errors
+    /// When a process cannot be started.
+    pub fn start(story: Story, workers: usize, worker_lost: Duration) -> Result<Self> {
+        let place = tempfile::Builder::new().prefix("espalier-chaos-").tempdir()?;
+        fs::create_dir(place.path().join("parent"))?;
+        fs::write(place.path().join("text.txt"), "some text\n")?;
+        let port = free_port()?;
+        let mut rig = Self {
+            wire: Proxy::start(port)?,
+            place,
+            story,
+            worker_lost,
+            port,
+            coordinator: None,
+            workers: Vec::new(),
+        };
+        rig.start_coordinator()?;
+        for number in 0..workers {
+            rig.start_worker(number)?;
+        }
+        Ok(rig)
+    }
+
+    /// Where the run's files lie.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.place.path().join(name)
+    }
+
+    /// The data directory of the coordinator.
+    pub fn data_dir(&self) -> PathBuf {
+        self.path("data")
+    }
+
+    /// Starts the coordinator on its port and its data directory. Does not wait for it.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start_coordinator(&mut self) -> Result<()> {
+        let mut command = Command::new(program("chaos-coordinator")?);
+        command
+            .args(["--listen", &format!("127.0.0.1:{}", self.port), "--data-dir"])
+            .arg(self.data_dir())
+            .args(["--story", &serde_json::to_string(&self.story)?])
+            .args(["--worker-lost-ms", &self.worker_lost.as_millis().to_string()]);
+        self.coordinator = Some(Process::start(&mut command, &self.path("coordinator.log"))?);
+        Ok(())
+    }
+
+    /// Kills the coordinator without a warning.
+    ///
+    /// # Errors
+    /// When it had ended by itself: with its last words.
+    pub fn kill_coordinator(&mut self) -> Result<()> {
+        let Some(mut coordinator) = self.coordinator.take() else { return Ok(()) };
+        if let Some(status) = coordinator.ended()? {
+            let log = fs::read_to_string(self.path("coordinator.log")).unwrap_or_default();
+            let tail: Vec<&str> = log.lines().rev().take(5).collect();
+            bail!("the coordinator ended by itself ({status}): {tail:?}");
+        }
+        coordinator.kill()
+    }
+
+    /// Starts a worker; one of this number that was killed comes back under its name.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start_worker(&mut self, number: usize) -> Result<()> {
+        let mut command = Command::new(program("chaos-worker")?);
+        command
+            .args(["--coordinator", &self.wire.endpoint(), "--name", &format!("worker-{number}")])
+            .env(ledger::VARIABLE, self.path("ledger.jsonl"));
+        let worker = Process::start(&mut command, &self.path(&format!("worker-{number}.log")))?;
+        if number < self.workers.len() {
+            if let Some(place) = self.workers.get_mut(number) {
+                *place = worker;
+            }
+        } else {
+            self.workers.push(worker);
+        }
+        Ok(())
+    }
+
+    /// A worker's process.
+    pub fn worker(&mut self, number: usize) -> Option<&mut Process> {
+        self.workers.get_mut(number)
+    }
+
+    /// What has happened so far.
+    ///
+    /// # Errors
+    /// When the ledger is damaged.
+    pub fn ledger(&self) -> Result<Vec<Entry>> {
+        ledger::read(&self.path("ledger.jsonl"))
+    }
+
+    /// A client, once the coordinator answers.
+    ///
+    /// # Errors
+    /// When it does not within a minute.
+    pub async fn client(&self) -> Result<Client> {
+        let endpoint = format!("http://127.0.0.1:{}", self.port);
+        let start = Instant::now();
+        loop {
+            let tried = match Client::connect(&endpoint, CALL).await {
+                Ok(mut client) => client.list(1, "", &[]).await.map(|_| client),
+                Err(error) => Err(error),
+            };
+            match tried {
+                Ok(client) => return Ok(client),
+                Err(error) if start.elapsed() > START => {
+                    return Err(error).context("the coordinator does not answer");
+                }
+                Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+            }
+        }
+    }
+
+    /// Submits a job of this name under a request id of its own, as often as it takes.
+    ///
+    /// # Errors
+    /// When the job is refused.
+    pub async fn submit(&self, name: &str) -> Result<String> {
+        let spec = self.spec(name);
+        let start = Instant::now();
+        loop {
+            let mut client = self.client().await?;
+            match client.submit(Spec::Yaml(spec.clone()), name).await {
+                Ok((job, _)) => return Ok(job.id),
+                Err(error) if is_passing(&error) && start.elapsed() < START => {}
+                Err(error) => return Err(error).context("the job was refused"),
+            }
+        }
+    }
+
+    fn spec(&self, name: &str) -> String {
+        let at = self.place.path().display();
+        format!(
+            "parent: {at}/parent\ndata: {{train: [{at}/text.txt]}}\ntarget:\n  workload: {{prompt_tokens: 8, \
+             output_tokens: 8, concurrency: 1}}\n  limits: {{latency: 75%}}\noutput: {at}/{name}\n"
+        )
+    }
+
+    /// A job as it is now.
+    ///
+    /// # Errors
+    /// When the coordinator does not answer for a minute.
+    pub async fn job(&self, id: &str) -> Result<Job> {
+        let start = Instant::now();
+        loop {
+            let mut client = self.client().await?;
+            match client.get(id).await {
+                Ok(job) => return Ok(job),
+                Err(error) if is_passing(&error) && start.elapsed() < START => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Waits for the end of a job.
+    ///
+    /// # Errors
+    /// When it has not ended after `limit`.
+    pub async fn end_of(&self, id: &str, limit: Duration) -> Result<Job> {
+        let start = Instant::now();
+        loop {
+            let job = self.job(id).await?;
+            if matches!(job.state(), JobState::Succeeded | JobState::Failed | JobState::Cancelled) {
+                return Ok(job);
+            }
+            if start.elapsed() > limit {
+                bail!("{id} has not ended after {limit:?}: {job:?}");
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    /// Keeps the run's files, for a look at what went wrong.
+    pub fn keep(&mut self) -> &Path {
+        self.place.disable_cleanup(true);
+        self.place.path()
+    }
+}
+
+/// Whether the coordinator may have gone in the middle of the call.
+fn is_passing(error: &espalier_coordinator::Error) -> bool {
+    use espalier_coordinator::Error;
+    matches!(
+        error,
+        Error::Unreachable { .. } | Error::Timeout { .. } | Error::Stopping | Error::Internal(_)
+    )
+}
+
+fn free_port() -> Result<u16> {
+    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+}
