@@ -3,7 +3,7 @@ SHELL := /bin/bash
 CARGO ?= cargo
 CARGO_DENY := 0.20.2
 
-.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation
+.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation check-kill check-chaos check-lost-coordinator
 
 build:
 	$(CARGO) build --release --locked --bin espalier
@@ -51,3 +51,12 @@ check-dispatch:
 
 check-simulation:
 	tests/checks/simulation.sh
+
+check-kill:
+	tests/checks/kill.sh
+
+check-chaos:
+	tests/checks/chaos.sh
+
+check-lost-coordinator:
+	tests/checks/lost-coordinator.sh

@@ -55,7 +55,10 @@ pub struct Report {
 impl Report {
     /// Whether nothing was lost and nothing done twice.
     pub fn holds(&self) -> bool {
-        let budget = self.doomed_tries.iter().all(|tries| *tries >= 2 && *tries <= CRASH_TRIES);
+        let budget = self
+            .doomed_tries
+            .iter()
+            .all(|tries| *tries >= 2 && *tries <= CRASH_TRIES);
         self.again == 0 && self.missing == 0 && self.acknowledged > 0 && budget
     }
 }
@@ -89,7 +92,7 @@ pub async fn run(plan: Plan, progress: impl Fn(usize)) -> Result<Report> {
         millis: 60,
         doomed: "-doomed".to_owned(),
     };
-    let mut rig = Rig::start(story.clone(), 4, Duration::from_secs(30))?;
+    let mut rig = Rig::start(story.clone(), 4, Duration::from_secs(30), false)?;
     match kill(&mut rig, &story, plan, progress).await {
         Ok(report) if report.holds() => Ok(report),
         Ok(report) => {
@@ -106,7 +109,11 @@ async fn kill(rig: &mut Rig, story: &Story, plan: Plan, progress: impl Fn(usize)
     let mut open: BTreeSet<String> = BTreeSet::new();
     for kill in 0..plan.kills {
         if open.len() < JOBS {
-            let doomed = if jobs.len() % DOOMED_EVERY == 1 { &story.doomed } else { "" };
+            let doomed = if jobs.len() % DOOMED_EVERY == 1 {
+                &story.doomed
+            } else {
+                ""
+            };
             let name = format!("job{}{doomed}", jobs.len());
             let id = rig.submit(&name).await?;
             jobs.insert(id.clone(), name);
@@ -119,7 +126,10 @@ async fn kill(rig: &mut Rig, story: &Story, plan: Plan, progress: impl Fn(usize)
         rig.start_coordinator()?;
         for id in open.clone() {
             let state = rig.job(&id).await?.state();
-            if matches!(state, JobState::Succeeded | JobState::Failed | JobState::Cancelled) {
+            if matches!(
+                state,
+                JobState::Succeeded | JobState::Failed | JobState::Cancelled
+            ) {
                 open.remove(&id);
             }
         }
@@ -184,7 +194,9 @@ fn judge(ledger: &[Entry], jobs: &BTreeMap<String, String>, story: &Story, plan:
         .collect();
     let again = good.iter().filter(|(errand, attempt, at)| {
         let others = begun.get(errand).into_iter().flatten();
-        others.into_iter().any(|(began, other)| other != attempt && began > at)
+        others
+            .into_iter()
+            .any(|(began, other)| other != attempt && began > at)
     });
     let again = again.count();
     let with_good_end: BTreeSet<&str> = good.iter().map(|(errand, _, _)| *errand).collect();

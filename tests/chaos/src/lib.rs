@@ -4,13 +4,18 @@
 //! - [`ledger`]: what happened, as the processes themselves wrote it down; a kill loses nothing of it.
 //! - [`process`], [`proxy`], [`rig`]: processes to kill and stop, wires to cut, and a cluster of both.
 //! - [`kill`]: the coordinator killed again and again under working workers.
+//! - [`lost`]: a coordinator whose node is gone, and its successor.
+//! - [`tiny`] and [`upset`]: the whole pipeline by the real program, upset in every way.
 //!
 //! The coordinator, the agent and the protocol are the real ones. Only the device child and the planner stand in.
 
 pub mod errand;
 pub mod kill;
 pub mod ledger;
+pub mod lost;
 pub mod process;
 pub mod proxy;
 pub mod rig;
 pub mod story;
+pub mod tiny;
+pub mod upset;

@@ -100,9 +100,16 @@ impl Drop for Process {
 /// When it has not been built.
 pub fn program(name: &str) -> Result<PathBuf> {
     let own = std::env::current_exe()?;
-    let beside = own.ancestors().skip(1).take(2).map(|directory| directory.join(name));
+    let beside = own
+        .ancestors()
+        .skip(1)
+        .take(2)
+        .map(|directory| directory.join(name));
     let mut there = beside.filter(|path| path.is_file());
-    there
-        .next()
-        .with_context(|| format!("{name} is not built beside {}: cargo build --workspace --bins", own.display()))
+    there.next().with_context(|| {
+        format!(
+            "{name} is not built beside {}: cargo build --workspace --bins",
+            own.display()
+        )
+    })
 }

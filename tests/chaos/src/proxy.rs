@@ -63,7 +63,9 @@ impl Proxy {
     }
 
     fn close(&self) {
-        let Ok(mut open) = self.wire.open.lock() else { return };
+        let Ok(mut open) = self.wire.open.lock() else {
+            return;
+        };
         for stream in open.drain(..) {
             // It may be closed already.
             let _ = stream.shutdown(Shutdown::Both);
@@ -99,8 +101,12 @@ fn join(near: TcpStream, wire: &Arc<Wire>) {
         thread::sleep(Duration::from_millis(20));
     }
     let target = SocketAddr::from(([127, 0, 0, 1], wire.target.load(Ordering::SeqCst)));
-    let Ok(far) = TcpStream::connect_timeout(&target, CONNECT) else { return };
-    let (Ok(near_back), Ok(far_back)) = (near.try_clone(), far.try_clone()) else { return };
+    let Ok(far) = TcpStream::connect_timeout(&target, CONNECT) else {
+        return;
+    };
+    let (Ok(near_back), Ok(far_back)) = (near.try_clone(), far.try_clone()) else {
+        return;
+    };
     if let Ok(mut open) = wire.open.lock() {
         open.extend([near.try_clone(), far.try_clone()].into_iter().flatten());
     }
@@ -114,11 +120,15 @@ fn pass(mut from: TcpStream, mut to: TcpStream, wire: &Wire) {
     let _ = from.set_nodelay(true);
     let mut bytes = [0; 16 << 10];
     loop {
-        let Ok(length) = io::Read::read(&mut from, &mut bytes) else { break };
+        let Ok(length) = io::Read::read(&mut from, &mut bytes) else {
+            break;
+        };
         while wire.cut.load(Ordering::SeqCst) && !wire.ended.load(Ordering::SeqCst) {
             thread::sleep(Duration::from_millis(20));
         }
-        let Some(passed) = bytes.get(..length).filter(|passed| !passed.is_empty()) else { break };
+        let Some(passed) = bytes.get(..length).filter(|passed| !passed.is_empty()) else {
+            break;
+        };
         if io::Write::write_all(&mut to, passed).is_err() {
             break;
         }

@@ -28,6 +28,9 @@ pub struct Rig {
     place: TempDir,
     story: Story,
     worker_lost: Duration,
+    ships: bool,
+    /// How many coordinators on disks of their own there have been.
+    disks: usize,
     port: u16,
     coordinator: Option<Process>,
     workers: Vec<Process>,
@@ -36,11 +39,12 @@ pub struct Rig {
 }
 
 impl Rig {
-    /// A coordinator, and so many workers that reach it over one wire.
+    /// A coordinator, and so many workers that reach it over one wire. With `ships` its artifact store lies outside
+    /// its data directory, so that another node can take over from there.
     ///
     /// # Errors
     /// When a process cannot be started.
-    pub fn start(story: Story, workers: usize, worker_lost: Duration) -> Result<Self> {
+    pub fn start(story: Story, workers: usize, worker_lost: Duration, ships: bool) -> Result<Self> {
         let place = tempfile::Builder::new().prefix("espalier-chaos-").tempdir()?;
         fs::create_dir(place.path().join("parent"))?;
         fs::write(place.path().join("text.txt"), "some text\n")?;
@@ -50,6 +54,8 @@ impl Rig {
             place,
             story,
             worker_lost,
+            ships,
+            disks: 0,
             port,
             coordinator: None,
             workers: Vec::new(),
@@ -68,7 +74,29 @@ impl Rig {
 
     /// The data directory of the coordinator.
     pub fn data_dir(&self) -> PathBuf {
-        self.path("data")
+        self.path(&format!("data-{}", self.disks))
+    }
+
+    /// Moves to another node: an empty disk, another port, the wire pointed there. Gives the coordinator that was,
+    /// if it still runs.
+    ///
+    /// # Errors
+    /// When no port is free.
+    pub fn move_on(&mut self) -> Result<Option<Process>> {
+        self.disks += 1;
+        self.port = free_port()?;
+        self.wire.retarget(self.port);
+        Ok(self.coordinator.take())
+    }
+
+    /// Starts a coordinator on the data directory of an earlier node, beside the one that serves.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start_old_coordinator(&self, disk: usize) -> Result<Process> {
+        let data_dir = self.path(&format!("data-{disk}"));
+        let mut command = self.coordinator_command(&data_dir, free_port()?)?;
+        Process::start(&mut command, &self.path("old-coordinator.log"))
     }
 
     /// Starts the coordinator on its port and its data directory. Does not wait for it.
@@ -76,14 +104,22 @@ impl Rig {
     /// # Errors
     /// When it cannot be started.
     pub fn start_coordinator(&mut self) -> Result<()> {
-        let mut command = Command::new(program("chaos-coordinator")?);
-        command
-            .args(["--listen", &format!("127.0.0.1:{}", self.port), "--data-dir"])
-            .arg(self.data_dir())
-            .args(["--story", &serde_json::to_string(&self.story)?])
-            .args(["--worker-lost-ms", &self.worker_lost.as_millis().to_string()]);
+        let mut command = self.coordinator_command(&self.data_dir(), self.port)?;
         self.coordinator = Some(Process::start(&mut command, &self.path("coordinator.log"))?);
         Ok(())
+    }
+
+    fn coordinator_command(&self, data_dir: &Path, port: u16) -> Result<Command> {
+        let mut command = Command::new(program("chaos-coordinator")?);
+        command
+            .args(["--listen", &format!("127.0.0.1:{port}"), "--data-dir"])
+            .arg(data_dir)
+            .args(["--story", &serde_json::to_string(&self.story)?])
+            .args(["--worker-lost-ms", &self.worker_lost.as_millis().to_string()]);
+        if self.ships {
+            command.arg("--store").arg(self.path("store"));
+        }
+        Ok(command)
     }
 
     /// Kills the coordinator without a warning.
@@ -91,7 +127,9 @@ impl Rig {
     /// # Errors
     /// When it had ended by itself: with its last words.
     pub fn kill_coordinator(&mut self) -> Result<()> {
-        let Some(mut coordinator) = self.coordinator.take() else { return Ok(()) };
+        let Some(mut coordinator) = self.coordinator.take() else {
+            return Ok(());
+        };
         if let Some(status) = coordinator.ended()? {
             let log = fs::read_to_string(self.path("coordinator.log")).unwrap_or_default();
             let tail: Vec<&str> = log.lines().rev().take(5).collect();
@@ -107,7 +145,12 @@ impl Rig {
     pub fn start_worker(&mut self, number: usize) -> Result<()> {
         let mut command = Command::new(program("chaos-worker")?);
         command
-            .args(["--coordinator", &self.wire.endpoint(), "--name", &format!("worker-{number}")])
+            .args([
+                "--coordinator",
+                &self.wire.endpoint(),
+                "--name",
+                &format!("worker-{number}"),
+            ])
             .env(ledger::VARIABLE, self.path("ledger.jsonl"));
         let worker = Process::start(&mut command, &self.path(&format!("worker-{number}.log")))?;
         if number < self.workers.len() {
@@ -204,7 +247,10 @@ impl Rig {
         let start = Instant::now();
         loop {
             let job = self.job(id).await?;
-            if matches!(job.state(), JobState::Succeeded | JobState::Failed | JobState::Cancelled) {
+            if matches!(
+                job.state(),
+                JobState::Succeeded | JobState::Failed | JobState::Cancelled
+            ) {
                 return Ok(job);
             }
             if start.elapsed() > limit {

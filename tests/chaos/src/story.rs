@@ -76,7 +76,9 @@ impl Planner for Story {
             return Ok(Planned::Outcome("{}".into()));
         }
         let job = Path::new(&submitted.output).file_name().unwrap_or_default();
-        Ok(Planned::Stages(vec![self.stage(stages.len(), &job.to_string_lossy())?]))
+        Ok(Planned::Stages(vec![
+            self.stage(stages.len(), &job.to_string_lossy())?,
+        ]))
     }
 
     fn write_report(&self, outcome: &str, directory: &Path) -> Result<(), String> {

@@ -11,7 +11,8 @@ use espalier_worker::child::protocol::{Reply, Request};
 
 fn main() -> Result<()> {
     for line in std::io::stdin().lock().lines() {
-        let request: Request = serde_json::from_str(&line?).context("the agent's request is not understood")?;
+        let request: Request =
+            serde_json::from_str(&line?).context("the agent's request is not understood")?;
         match request {
             Request::Run { attempt, spec, .. } => run(attempt, &Errand::from_spec(&spec)?)?,
             Request::Shutdown => return Ok(()),

@@ -27,5 +27,9 @@ fn main() -> Result<ExitCode> {
         }
     })?;
     println!("{report}");
-    Ok(if report.holds() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if report.holds() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
