@@ -349,6 +349,7 @@ impl Core {
             FromCoordinator::Assign(assign) => self.assign(assign, outputs),
             FromCoordinator::Acknowledged(acknowledged) => {
                 if let Some(lease) = acknowledged.lease {
+                    tracing::debug!(attempt = lease.attempt, "acknowledged");
                     self.attempts.acknowledge(&lease);
                 }
             }
