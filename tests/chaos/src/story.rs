@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use espalier_coordinator::scheduler::{Payload, StagePlan, TaskPlan};
+use espalier_coordinator::scheduler::{Needs, Payload, StagePlan, TaskPlan};
 use espalier_coordinator::service::{Planned, Planner, StageSnapshot};
 use serde::{Deserialize, Serialize};
 
@@ -38,6 +38,7 @@ impl Story {
             kind: "calibrate".to_owned(),
             decision: None,
             note: String::new(),
+            in_output: false,
             tasks,
         })
     }
@@ -55,6 +56,7 @@ fn task(name: &str, millis: u64, ending: Ending) -> Result<TaskPlan, String> {
         name: name.to_owned(),
         payload: Payload::from(payload),
         exclusive: false,
+        needs: Needs::default(),
     })
 }
 

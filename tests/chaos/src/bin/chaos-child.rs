@@ -14,7 +14,7 @@ fn main() -> Result<()> {
         let request: Request =
             serde_json::from_str(&line?).context("the agent's request is not understood")?;
         match request {
-            Request::Run { attempt, spec, .. } => run(attempt, &Errand::from_spec(&spec)?)?,
+            Request::Run(order) => run(order.attempt, &Errand::from_spec(&order.spec)?)?,
             Request::Shutdown => return Ok(()),
             // An errand is short, and is over by the time this is read.
             _ => {}

@@ -7,7 +7,7 @@ use clap::Parser;
 use espalier_chaos::ledger::{What, note};
 use espalier_chaos::process::program;
 use espalier_worker::WorkerOptions;
-use tokio_util::sync::CancellationToken;
+use espalier_worker::agent::Shutdown;
 use tracing::field::{Field, Visit};
 use tracing::{Event, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
@@ -34,7 +34,7 @@ async fn main() -> Result<()> {
     let mut options = WorkerOptions::cpu(&arguments.coordinator, &arguments.name, 1);
     options.child.program = Some(program("chaos-child")?);
     options.child.arguments = Vec::new();
-    Ok(espalier_worker::agent::run(options, CancellationToken::new()).await?)
+    Ok(espalier_worker::agent::run(options, Shutdown::default()).await?)
 }
 
 /// Takes acknowledgements from the agent's own log.
