@@ -96,7 +96,12 @@ impl Cluster {
             .arg(&self.data_dir)
             .arg("--store")
             .arg(self.path("store"))
-            .args(["--worker-lost", &format!("{}s", WORKER_LOST.as_secs())]);
+            .args([
+                "--heartbeat-interval",
+                "500ms",
+                "--worker-lost",
+                &format!("{}s", WORKER_LOST.as_secs()),
+            ]);
         self.coordinator = Some(Process::start(&mut command, &self.path("coordinator.log"))?);
         Ok(())
     }
@@ -162,7 +167,7 @@ impl Cluster {
     ///
     /// # Errors
     /// When it is refused.
-    pub fn submit(&self, spec: &Path) -> Result<()> {
+    pub fn submit(&mut self, spec: &Path) -> Result<()> {
         let start = Instant::now();
         let (spec, output) = (spec.to_string_lossy(), self.path("out"));
         let output = output.to_string_lossy();
@@ -185,8 +190,24 @@ impl Cluster {
                 tried.status.code() == Some(4) && start.elapsed() < END,
                 "the job was refused: {why}"
             );
+            self.check_coordinator()?;
             std::thread::sleep(PAUSE);
         }
+    }
+
+    /// A coordinator that nobody killed must not have ended.
+    fn check_coordinator(&mut self) -> Result<()> {
+        let Some(coordinator) = &mut self.coordinator else {
+            return Ok(());
+        };
+        let Some(status) = coordinator.ended()? else {
+            return Ok(());
+        };
+        let log = fs::read_to_string(self.path("coordinator.log")).unwrap_or_default();
+        bail!(
+            "the coordinator ended by itself ({status}): {}",
+            log.lines().last().unwrap_or_default()
+        )
     }
 
     /// The job as it is now; none while no coordinator answers.
@@ -210,6 +231,7 @@ impl Cluster {
                 "the job has not ended; files are in {}",
                 self.keep().display()
             );
+            self.check_coordinator()?;
             std::thread::sleep(PAUSE);
             let Some(job) = self.job()? else { continue };
             match job["state"].as_str() {
