@@ -13,6 +13,7 @@ pub fn apply(state: &mut State, event: &Event) {
     match event {
         Event::TermBegan { term } => {
             state.term = *term;
+            state.term_starts.insert(*term, state.last_attempt);
             #[cfg(feature = "planted-bugs")]
             super::planted::forget_counters(state);
         }

@@ -8,7 +8,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::index::{Class, Index, Turn};
 use super::{
-    Attempt, AttemptId, Job, JobId, Name, Stage, Summary, Task, TaskId, TaskPhase, Term, Worker, WorkerId,
+    Attempt, AttemptId, Job, JobId, Lease, Name, Stage, Summary, Task, TaskId, TaskPhase, Term, Worker,
+    WorkerId,
 };
 
 /// Jobs, tasks, attempts and workers.
@@ -19,6 +20,10 @@ pub struct State {
     pub(super) last_job: JobId,
     pub(super) last_task: TaskId,
     pub(super) last_attempt: AttemptId,
+    /// The last attempt before each term: numbers that a lost disk forgot are given again by its successor, so
+    /// that an attempt's number alone does not say whose it is.
+    #[serde(default)]
+    pub(super) term_starts: BTreeMap<Term, AttemptId>,
     pub(super) jobs: BTreeMap<JobId, Job>,
     /// Tasks of jobs that are not archived. Boxed, so that the tree's half-empty nodes cost little.
     pub(super) tasks: BTreeMap<TaskId, Box<Task>>,
@@ -255,10 +260,18 @@ impl State {
         (wide(all), wide(done))
     }
 
-    /// Whether the attempt's completion, or its rank's, was taken and stands.
-    pub(super) fn completed_before(&self, attempt: AttemptId) -> bool {
-        let task = self.index.completed.get(&attempt);
-        task.and_then(|task| self.task(*task))
-            .is_some_and(|task| matches!(task.phase, TaskPhase::Done { .. } | TaskPhase::Gang(_)))
+    /// Whether the completion of the lease's attempt, or its rank's, was taken and stands.
+    pub(super) fn completed_before(&self, lease: Lease) -> bool {
+        let task = self.index.completed.get(&lease.attempt);
+        let stands = task
+            .and_then(|task| self.task(*task))
+            .is_some_and(|task| matches!(task.phase, TaskPhase::Done { .. } | TaskPhase::Gang(_)));
+        stands && self.term_of(lease.attempt) == Some(lease.term)
+    }
+
+    /// The term in which this history gave the attempt out.
+    fn term_of(&self, attempt: AttemptId) -> Option<Term> {
+        let before = self.term_starts.iter().rev().find(|(_, last)| **last < attempt);
+        before.map(|(term, _)| *term)
     }
 }

@@ -9,6 +9,8 @@ use serde_json::Value;
 
 use crate::tiny::{Cluster, WORKER_LOST, begun, write_spec};
 
+/// How long a task is given to be handed on once its worker has been given up.
+const HANDED_ON: Duration = Duration::from_secs(2);
 /// How long the stages before training may take.
 const TRAINING: Duration = Duration::from_secs(300);
 
@@ -109,7 +111,7 @@ impl Mischief {
     fn make(&mut self, upset: Upset, cluster: &mut Cluster, job: &Value) -> Result<()> {
         let due = self
             .open
-            .is_some_and(|(_, _, since)| since.elapsed() > WORKER_LOST * 3);
+            .is_some_and(|(_, _, since)| since.elapsed() > WORKER_LOST + HANDED_ON);
         if due {
             self.put_right(cluster)?;
         }

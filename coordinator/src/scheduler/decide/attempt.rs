@@ -187,7 +187,7 @@ fn held(state: &State, worker: WorkerId, lease: Lease) -> Result<Option<&Attempt
             lease.attempt
         )));
     }
-    if state.completed_before(lease.attempt) {
+    if state.completed_before(lease) {
         return Ok(None);
     }
     Err(Rejection::Stale(format!("attempt {} has ended", lease.attempt)))

@@ -3,7 +3,7 @@
 use espalier_proto::task::FailureKind;
 
 use super::kit::{World, introduction, stage};
-use crate::scheduler::{Command, Epoch, JobPhase, Rejection, Standing, TaskPhase};
+use crate::scheduler::{Command, Epoch, JobPhase, Lease, Rejection, Standing, TaskPhase, Term};
 
 #[test]
 fn a_stale_workers_completion_is_refused() {
@@ -30,6 +30,27 @@ fn a_stale_workers_completion_is_refused() {
         TaskPhase::Done { attempt, .. } => assert_eq!(*attempt, new.1.attempt),
         other => panic!("{other:?}"),
     }
+}
+
+#[test]
+fn a_completion_of_a_forgotten_term_is_refused_though_its_number_was_given_again() {
+    let mut world = World::new();
+    world.join("a", 1, 1);
+    let job = world.submit("/out");
+    world.plan(job, vec![stage("score", 1)]);
+    world.run(Command::BeginTerm).unwrap();
+    let (worker, lease) = world.dispatch()[0];
+    world.complete((worker, lease)).unwrap();
+    // What a successor that starts from an older state of the same history looks like to the worker.
+    let forgotten = Lease {
+        term: Term(lease.term.0 - 1),
+        ..lease
+    };
+    assert!(matches!(
+        world.complete((worker, forgotten)),
+        Err(Rejection::Stale(_))
+    ));
+    assert_eq!(world.complete((worker, lease)), Ok(0), "its own is told again");
 }
 
 #[test]
