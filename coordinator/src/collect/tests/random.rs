@@ -39,7 +39,7 @@ fn text(names: &[&Name], around: &str, deep: usize) -> String {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn what_is_reachable_is_never_removed_and_what_is_not_goes(
