@@ -22,6 +22,8 @@ pub struct Errand {
     pub name: String,
     /// How long it takes.
     pub millis: u64,
+    /// Whether it keeps every processor busy all that time.
+    pub busy: bool,
     /// How it ends.
     pub ending: Ending,
 }

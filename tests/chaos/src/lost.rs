@@ -52,6 +52,7 @@ pub async fn run(asleep: bool) -> Result<Report> {
         stages: 2,
         errands: 400,
         millis: 200,
+        busy: false,
         doomed: "-doomed".to_owned(),
     };
     let mut rig = Rig::start(story.clone(), 4, Duration::from_secs(30), true)?;

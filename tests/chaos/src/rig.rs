@@ -176,12 +176,17 @@ impl Rig {
         ledger::read(&self.path("ledger.jsonl"))
     }
 
+    /// Where the coordinator answers, past the wire.
+    pub fn endpoint(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
+    }
+
     /// A client, once the coordinator answers.
     ///
     /// # Errors
     /// When it does not within a minute.
     pub async fn client(&self) -> Result<Client> {
-        let endpoint = format!("http://127.0.0.1:{}", self.port);
+        let endpoint = self.endpoint();
         let start = Instant::now();
         loop {
             let tried = match Client::connect(&endpoint, CALL).await {

@@ -17,6 +17,8 @@ pub struct Story {
     pub errands: usize,
     /// The longest errand; the others are shorter, by their number.
     pub millis: u64,
+    /// Whether they keep every processor busy.
+    pub busy: bool,
     /// A job whose output's name ends in this has one errand more in its first stage, which always crashes.
     pub doomed: String,
 }
@@ -27,10 +29,15 @@ impl Story {
         for errand in 0..self.errands {
             let share = u64::try_from(errand % 7).unwrap_or(0) + 1;
             let millis = (self.millis * share / 7).max(1);
-            tasks.push(task(&format!("{job}/{number}/{errand}"), millis, Ending::Well)?);
+            tasks.push(task(
+                &format!("{job}/{number}/{errand}"),
+                millis,
+                Ending::Well,
+                self.busy,
+            )?);
         }
         if number == 0 && job.ends_with(&self.doomed) {
-            tasks.push(task(&format!("{job}/doomed"), self.millis, Ending::Crash)?);
+            tasks.push(task(&format!("{job}/doomed"), self.millis, Ending::Crash, false)?);
         }
         let name = format!("calibrate-{number}");
         Ok(StagePlan {
@@ -44,10 +51,11 @@ impl Story {
     }
 }
 
-fn task(name: &str, millis: u64, ending: Ending) -> Result<TaskPlan, String> {
+fn task(name: &str, millis: u64, ending: Ending, busy: bool) -> Result<TaskPlan, String> {
     let errand = Errand {
         name: name.to_owned(),
         millis,
+        busy,
         ending,
     };
     let spec = errand.to_spec().map_err(|error| error.to_string())?;

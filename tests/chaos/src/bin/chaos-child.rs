@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, Write};
 use std::thread::sleep;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use espalier_chaos::errand::{Ending, Errand};
@@ -23,10 +23,26 @@ fn main() -> Result<()> {
     Ok(())
 }
 
+/// Keeps every processor busy for a while.
+fn spin(span: Duration) {
+    let end = Instant::now() + span;
+    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| while Instant::now() < end {});
+        }
+    });
+}
+
 fn run(attempt: u64, errand: &Errand) -> Result<()> {
     let name = errand.name.clone();
     note(attempt, What::Began { errand: name.clone() })?;
-    sleep(Duration::from_millis(errand.millis));
+    let span = Duration::from_millis(errand.millis);
+    if errand.busy {
+        spin(span);
+    } else {
+        sleep(span);
+    }
     if errand.ending == Ending::Crash {
         std::process::abort();
     }

@@ -1,0 +1,53 @@
+//! What users of other orchestrators suffer from, where it takes real processes to see that ours do not.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::process::Command;
+use std::time::Duration;
+
+use espalier_chaos::ledger::What;
+use espalier_chaos::process::program;
+use espalier_chaos::rig::Rig;
+use espalier_chaos::story::Story;
+use espalier_proto::v1::JobState;
+
+const END: Duration = Duration::from_secs(120);
+
+fn story(millis: u64, busy: bool) -> Story {
+    Story {
+        stages: 1,
+        errands: 1,
+        millis,
+        busy,
+        doomed: "-doomed".to_owned(),
+    }
+}
+
+#[tokio::test]
+async fn a_worker_busy_with_every_processor_is_not_given_up() {
+    // Its only errand takes a seventh of this, and three times as long as a silent worker is waited for.
+    let rig = Rig::start(story(42_000, true), 1, Duration::from_secs(2), false).unwrap();
+    let id = rig.submit("job0").await.unwrap();
+    let ended = rig.end_of(&id, END).await.unwrap();
+    assert_eq!(ended.state(), JobState::Succeeded, "{}", ended.message);
+    let ledger = rig.ledger().unwrap();
+    let begun = ledger
+        .iter()
+        .filter(|entry| matches!(entry.what, What::Began { .. }));
+    assert_eq!(begun.count(), 1, "the errand was handed on");
+}
+
+#[tokio::test]
+async fn waiting_for_a_job_that_failed_does_not_exit_as_if_it_had_succeeded() {
+    let rig = Rig::start(story(50, false), 1, Duration::from_secs(30), false).unwrap();
+    let id = rig.submit("job0-doomed").await.unwrap();
+    let waited = Command::new(program("espalier").unwrap())
+        .args(["job", "wait", &id, "--coordinator", &rig.endpoint()])
+        .output()
+        .unwrap();
+    assert_eq!(
+        waited.status.code(),
+        Some(1),
+        "{}",
+        String::from_utf8_lossy(&waited.stderr)
+    );
+}
