@@ -119,10 +119,7 @@ fn join(near: TcpStream, wire: &Arc<Wire>) {
 fn pass(mut from: TcpStream, mut to: TcpStream, wire: &Wire) {
     let _ = from.set_nodelay(true);
     let mut bytes = [0; 16 << 10];
-    loop {
-        let Ok(length) = io::Read::read(&mut from, &mut bytes) else {
-            break;
-        };
+    while let Ok(length) = io::Read::read(&mut from, &mut bytes) {
         while wire.cut.load(Ordering::SeqCst) && !wire.ended.load(Ordering::SeqCst) {
             thread::sleep(Duration::from_millis(20));
         }

@@ -128,7 +128,7 @@ impl Mischief {
             Upset::Nothing => return Ok(()),
             Upset::WorkerKilled => cluster.kill_worker(number)?,
             Upset::CoordinatorKilled => cluster.kill_coordinator()?,
-            Upset::WorkerStopped | Upset::WireCut if self.seen.len() % 2 == 0 => return Ok(()),
+            Upset::WorkerStopped | Upset::WireCut if self.seen.len().is_multiple_of(2) => return Ok(()),
             Upset::WorkerStopped => {
                 if let Some(Some(worker)) = cluster.workers.get(number) {
                     worker.signal(libc::SIGSTOP)?;
