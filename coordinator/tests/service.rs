@@ -62,7 +62,7 @@ async fn a_restarted_coordinator_keeps_results_and_lets_workers_carry_on() {
     handle.shutdown(DEADLINE).await.unwrap();
 
     let handle = place.coordinator().await;
-    let mut worker = FakeWorker::connect(&handle, "a", 1, vec![running]).await;
+    let mut worker = FakeWorker::connect(&handle, "a", 1, vec![done, running]).await;
     assert_eq!(worker.welcome.term, 2);
     assert!(worker.welcome.superseded.is_empty());
     worker.complete(done).await;

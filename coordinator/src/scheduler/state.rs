@@ -261,7 +261,7 @@ impl State {
     }
 
     /// Whether the completion of the lease's attempt, or its rank's, was taken and stands.
-    pub(super) fn completed_before(&self, lease: Lease) -> bool {
+    pub fn completed_before(&self, lease: Lease) -> bool {
         let task = self.index.completed.get(&lease.attempt);
         let stands = task
             .and_then(|task| self.task(*task))

@@ -285,11 +285,13 @@ impl Owner {
         }
     }
 
-    /// Which of these the worker must stop: those it no longer holds and whose end was not taken.
+    /// Which of these the worker must stop: those it no longer holds and whose end was not taken. One whose
+    /// end was taken will be said again, and acknowledged again.
     fn superseded(&self, worker: WorkerId, leases: &[Lease]) -> Vec<v1::Superseded> {
         let stale = leases.iter().filter(|lease| {
             let held = self.state.attempt(lease.attempt);
-            held.is_none_or(|held| held.lease != **lease || held.worker != worker)
+            let is_held = held.is_some_and(|held| held.lease == **lease && held.worker == worker);
+            !is_held && !self.state.completed_before(**lease)
         });
         stale
             .map(|lease| v1::Superseded {
