@@ -105,6 +105,8 @@ pub struct Owner {
     writing: BTreeSet<JobId>,
     archiving: archive::Archiving,
     full_until: Option<Duration>,
+    /// While the disk is full: the state before the turn, as most turns will have to be taken back.
+    before: Option<Box<State>>,
     /// When silence was last looked for.
     listened: Duration,
     /// The term of the coordinator that has taken over.
@@ -184,6 +186,7 @@ impl Owner {
             writing: BTreeSet::new(),
             archiving: archive::Archiving::default(),
             full_until: None,
+            before: None,
             listened: started,
             succeeded: None,
             stopping: false,
@@ -263,6 +266,7 @@ impl Owner {
         let (last, began) = (self.journal.last(), self.surroundings.clock.elapsed());
         match self.journal.commit() {
             Ok(()) => {
+                self.before = None;
                 self.committed(last, began);
                 self.snapshot();
                 if !self.holds() {
@@ -314,9 +318,14 @@ impl Owner {
     /// Nothing of the turn has happened: the state goes back to what the journal says.
     fn step_back(&mut self, error: &journal::Error) -> Result<()> {
         tracing::error!(%error, "nothing new is taken until there is room");
-        let mut state = State::default();
-        self.journal.replay(&mut state)?;
-        self.state = state;
+        self.state = match self.before.take() {
+            Some(before) => *before,
+            None => {
+                let mut state = State::default();
+                self.journal.replay(&mut state)?;
+                state
+            }
+        };
         self.find_trouble();
         self.effects.clear();
         self.noted.clear();
@@ -332,6 +341,9 @@ impl Owner {
 
     fn decide(&mut self, command: Command) -> Result<(), Rejection> {
         let events = decide(&self.state, command, self.now())?;
+        if self.full_until.is_some() && self.before.is_none() && !events.is_empty() {
+            self.before = Some(Box::new(self.state.clone()));
+        }
         self.journal
             .append(&events)
             .map_err(|error| Rejection::Invalid(error.to_string()))?;
