@@ -207,6 +207,7 @@ impl World {
             Ok(owner) => owner,
             Err(error) => return self.would_not_start(machine, &error),
         };
+        self.store.settled(machine);
         self.trace
             .step(now, "start", machine as u64, owner.state().term().0, || {
                 format!("coordinator {machine} starts term {}", owner.state().term())

@@ -28,6 +28,7 @@ struct Shelf {
     /// Machines that cannot reach it, and how many faults say so.
     cut_off: BTreeMap<usize, u32>,
     shipped: BTreeMap<usize, Shipped>,
+    /// Machines whose journal was built from what was shipped and has no term of its own yet.
     restored: BTreeSet<usize>,
 }
 
@@ -80,6 +81,12 @@ impl VirtualStore {
     /// A machine's journal was built from what was shipped.
     pub fn restored(&self, machine: usize) {
         self.shelf().restored.insert(machine);
+    }
+
+    /// A machine's journal says which term it claimed: from here on it goes on by itself, and once another has
+    /// taken over from it, it has to stop.
+    pub fn settled(&self, machine: usize) {
+        self.shelf().restored.remove(&machine);
     }
 
     fn claim(&self, machine: usize, start: u64, own: Term, next: u64) -> Result<(Claim, Predecessor)> {
@@ -163,5 +170,26 @@ impl Fence for VirtualFence {
     fn standing(&self, now: Duration) -> Standing {
         self.with(|authority| authority.standing(now))
             .unwrap_or(Standing::Waits)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_machine_that_took_over_once_does_not_take_over_again_from_its_successor() {
+        let store = VirtualStore::default();
+        store.claim(0, 1, Term(0), 1).unwrap();
+        store.restored(1);
+        store.claim(1, 1, Term(1), 7).unwrap();
+        store.settled(1);
+        store.restored(2);
+        store.claim(2, 1, Term(2), 9).unwrap();
+        store.settled(2);
+        assert!(store.claim(1, 2, Term(2), 12).is_err() && store.claim(0, 2, Term(1), 8).is_err());
+        let (claim, predecessor) = store.claim(2, 2, Term(3), 11).unwrap();
+        assert_eq!((claim.term, predecessor), (4, Predecessor::Gone));
     }
 }
