@@ -39,6 +39,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::collect::{self, COLLECT_AFTER, Collector};
+use crate::journal;
 use crate::journal::disk::SystemDisk;
 use crate::lock::DirectoryLock;
 use crate::logs::{self, Logs};
@@ -75,6 +76,9 @@ pub struct CoordinatorOptions {
     /// How long a coordinator may promote after it last saw that no other had taken over. The same for all of a
     /// cluster. Default: 10 s.
     pub term_lease: Duration,
+    /// A segment of the journal that has grown larger is closed, and a snapshot of the state may be taken.
+    /// Default: 16 MiB.
+    pub segment_bytes: u64,
     /// Artifacts that nobody needs stay at least this long after they were last put. Default: 24 h.
     pub collect_after: Duration,
     /// Workers are asked for a heartbeat this often. Default: 2 s.
@@ -95,6 +99,7 @@ impl CoordinatorOptions {
             cluster: "espalier".to_owned(),
             ship_interval: SHIP_INTERVAL,
             term_lease: TERM_LEASE,
+            segment_bytes: journal::Options::default().segment_bytes,
             collect_after: COLLECT_AFTER,
             heartbeat_interval: Duration::from_secs(2),
             worker_lost: Duration::from_secs(30),

@@ -154,7 +154,10 @@ impl Owner {
             state: &mut state,
             history: &mut history,
         };
-        let journal = Journal::open(disk, &directory, journal::Options::default(), &mut replayed)?;
+        let journal_options = journal::Options {
+            segment_bytes: options.segment_bytes,
+        };
+        let journal = Journal::open(disk, &directory, journal_options, &mut replayed)?;
         let term = fence.claim(state.term(), journal.last().saturating_add(1))?;
         let known = state.workers().map(|worker| worker.id).collect::<Vec<_>>();
         // A worker has the whole of its grace to come back to a coordinator that was away itself.

@@ -190,7 +190,8 @@ impl World {
             store: "mem://artifacts".to_owned(),
             witness: Some(self.oracle.open_eye(machine)),
         };
-        let options = CoordinatorOptions::new("/data");
+        let mut options = CoordinatorOptions::new("/data");
+        options.segment_bytes = self.plan.segment_bytes;
         let fence = VirtualFence::new(self.store.clone(), machine, life, Arc::clone(&known.clock));
         let fence = Arc::new(fence);
         let opened = Owner::open_fenced(

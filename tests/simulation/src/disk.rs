@@ -4,7 +4,7 @@
 //! A file is an inode; names are entries of their own. Both have a journal of changes that no sync has
 //! covered: a crash takes all of them back and then lets each survive or not, as its seed will have it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -46,9 +46,15 @@ struct Platter {
     names: BTreeMap<PathBuf, u64>,
     directories: Vec<PathBuf>,
     unsynced_names: Vec<NameChange>,
+    /// Inodes that somebody copied last: their bytes are there although their names go.
+    copied: BTreeSet<u64>,
     figures: Figures,
     failed: bool,
 }
+
+/// So many first bytes of each file, which were durable when somebody copied them.
+#[derive(Debug, Clone, Default)]
+pub struct Copied(BTreeMap<PathBuf, (u64, usize)>);
 
 /// How often each thing went wrong.
 #[derive(Debug, Clone, Copy, Default)]
@@ -109,6 +115,7 @@ impl VirtualDisk {
             names: BTreeMap::new(),
             directories: Vec::new(),
             unsynced_names: Vec::new(),
+            copied: BTreeSet::new(),
             figures: Figures::default(),
             failed: false,
         })))
@@ -124,25 +131,28 @@ impl VirtualDisk {
         self.platter().off
     }
 
-    /// Durable bytes of each file, as somebody could copy them now.
-    pub fn durable_lengths(&self) -> BTreeMap<PathBuf, usize> {
-        let platter = self.platter();
+    /// What is durable now, in place of what was copied before.
+    pub fn copied(&self) -> Copied {
+        let mut platter = self.platter();
         let named = platter.names.iter().filter_map(|(name, inode)| {
             let file = platter.files.get(inode)?;
             let unsynced = file.unsynced.iter().map(|change| change.at).min();
-            Some((name.clone(), unsynced.unwrap_or(file.live.len())))
+            Some((name.clone(), (*inode, unsynced.unwrap_or(file.live.len()))))
         });
-        named.collect()
+        let copied = Copied(named.collect());
+        platter.copied = copied.0.values().map(|(inode, _)| *inode).collect();
+        copied
     }
 
-    /// A disk with so many first bytes of each of these files, all of it durable.
-    pub fn copy(&self, lengths: &BTreeMap<PathBuf, usize>, onto: &Self) {
+    /// Another disk gets what was copied last, all of it durable.
+    pub fn copy(&self, copied: &Copied, onto: &Self) {
         let from = self.platter();
         let mut to = onto.platter();
         to.directories.clone_from(&from.directories);
-        for (name, length) in lengths {
-            let bytes = from.names.get(name).and_then(|inode| from.files.get(inode));
-            let Some(bytes) = bytes else { continue };
+        for (name, (inode, length)) in &copied.0 {
+            let Some(bytes) = from.files.get(inode) else {
+                continue;
+            };
             let live = bytes.live.get(..*length).unwrap_or(&bytes.live).to_vec();
             to.next_inode += 1;
             let inode = to.next_inode;
@@ -315,9 +325,10 @@ impl Platter {
 
     /// Inodes that no name leads to, nor could after a crash, are freed.
     fn forget_unnamed(&mut self) {
-        let (names, unsynced) = (&self.names, &self.unsynced_names);
+        let (names, unsynced, copied) = (&self.names, &self.unsynced_names, &self.copied);
         self.files.retain(|inode, _| {
-            names.values().any(|named| named == inode)
+            copied.contains(inode)
+                || names.values().any(|named| named == inode)
                 || unsynced.iter().any(|change| change.old == Some(*inode))
         });
     }
@@ -562,6 +573,24 @@ mod tests {
         });
         let gone = gone.count();
         assert!((1..20).contains(&gone), "{gone} of 20 were gone");
+    }
+
+    #[test]
+    fn what_was_copied_is_there_for_another_disk_after_its_name_is_gone_here() {
+        let (here, there) = (disk(1), disk(2));
+        let path = Path::new("/d/file");
+        let mut file = here.create(path).unwrap();
+        file.append(b"shipped").unwrap();
+        file.sync().unwrap();
+        file.append(b" and not").unwrap();
+        let copied = here.copied();
+        here.remove(path).unwrap();
+        here.sync_directory(Path::new("/d")).unwrap();
+        here.copy(&copied, &there);
+        assert_eq!(there.read(path).unwrap(), b"shipped");
+        here.copied();
+        here.sync_directory(Path::new("/d")).unwrap();
+        assert_eq!(here.used(), 0);
     }
 
     #[test]

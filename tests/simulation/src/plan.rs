@@ -18,6 +18,8 @@ pub struct Plan {
     pub machines: usize,
     /// Whether terms are claimed in the store; without, the lock of the data directory is the only fence.
     pub fenced: bool,
+    /// Segments of the journal are closed at this size, small enough that a run sees snapshots.
+    pub segment_bytes: u64,
     /// What users ask, and when.
     pub errands: Vec<Errand>,
     /// What goes wrong.
@@ -72,6 +74,8 @@ struct Size {
     seconds: u64,
     ranks: u32,
     faults: usize,
+    /// The least that a segment of the journal is closed at.
+    segment_bytes: u64,
 }
 
 impl Plan {
@@ -86,6 +90,7 @@ impl Plan {
             seconds: 30 + dice.between(0, 60 * workers as u64 / 4),
             ranks: 4,
             faults: 4 + dice.below(24),
+            segment_bytes: 8 << 10,
         };
         Self::draw(seed, &mut dice, workers, size)
     }
@@ -100,6 +105,7 @@ impl Plan {
             seconds: 1200,
             ranks: 16,
             faults: 600,
+            segment_bytes: 128 << 10,
         };
         Self::draw(seed, &mut dice, 128, size)
     }
@@ -138,12 +144,15 @@ impl Plan {
         }
         errands.extend(whims(dice, &errands, count, size.hours));
         let calm_from = hours(whole * 0.8);
+        let mut dice = Dice::new(seed, "journal");
+        let segment_bytes = size.segment_bytes << dice.below(4);
         let (faults, machines) = faults::draw(seed, count, size.faults, calm_from);
         Self {
             seed,
             workers,
             machines,
             fenced: machines > 1 || seed.is_multiple_of(2),
+            segment_bytes,
             errands,
             faults,
             calm_from,

@@ -2,7 +2,6 @@
 //! and what was shipped of each journal. The rules of claims and of authority are the real ones.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -14,6 +13,7 @@ use espalier_coordinator::term::{Authority, Fence, Standing, TERM_LEASE};
 use espalier_coordinator::{Error, Result};
 
 use crate::clock::{MachineClock, Time};
+use crate::disk::Copied;
 
 /// Journals are shipped this often.
 pub const SHIPPING: Duration = Duration::from_secs(5);
@@ -38,7 +38,7 @@ pub struct Shipped {
     /// When.
     pub at: Time,
     /// So many first bytes of each file.
-    pub lengths: BTreeMap<PathBuf, usize>,
+    pub copied: Copied,
 }
 
 impl VirtualStore {

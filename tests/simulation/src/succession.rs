@@ -78,8 +78,8 @@ impl World {
             return;
         }
         if self.store.reaches(machine) && !known.paused {
-            let lengths = known.disk.durable_lengths();
-            self.store.ship(machine, Shipped { at: now, lengths });
+            let copied = known.disk.copied();
+            self.store.ship(machine, Shipped { at: now, copied });
         }
         self.queue.after(SHIPPING, Event::Ships { machine, life });
     }
@@ -126,7 +126,7 @@ impl World {
         };
         let now = self.now();
         new.clock.set(now);
-        old.disk.copy(&shipped.lengths, &new.disk);
+        old.disk.copy(&shipped.copied, &new.disk);
         self.store.restored(to);
         self.trace.step(now, "takes over", from as u64, to as u64, || {
             format!("machine {to} takes over from {from} as of {}", shipped.at)
