@@ -93,6 +93,32 @@ async fn a_coordinator_that_was_succeeded_stops() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_whose_clock_once_ran_ahead_is_told_the_epoch_to_begin_above_unless_it_has_a_living_rival() {
+    let known = espalier_proto::KNOWN_EPOCH_METADATA;
+    let place = Place::new();
+    let handle = place.coordinator().await;
+    let ahead = FakeWorker::connect(&handle, "a", 9_000, Vec::new()).await;
+    let refused = FakeWorker::try_connect(&handle, "a", 7, Vec::new()).await;
+    let refused = refused.err().unwrap();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    assert!(refused.metadata().get(known).is_none(), "its rival lives");
+    drop(ahead);
+    let told = async {
+        loop {
+            let refused = FakeWorker::try_connect(&handle, "a", 7, Vec::new()).await;
+            if let Some(epoch) = refused.err().unwrap().metadata().get(known) {
+                return epoch.to_str().unwrap().parse::<u64>().unwrap();
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        }
+    };
+    let epoch = tokio::time::timeout(DEADLINE, told).await.unwrap();
+    assert_eq!(epoch, 9_000);
+    FakeWorker::connect(&handle, "a", epoch + 1, Vec::new()).await;
+    handle.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dashboard_of_ten_thousand_tasks_answers_quickly() {
     const TASKS: usize = 10_000;
     let place = Place::new();

@@ -23,3 +23,13 @@ pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descrip
 
 /// Largest gRPC message either side takes, bytes.
 pub const MESSAGE_LIMIT_BYTES: usize = 16 << 20;
+
+/// Largest JSON of a task's spec or output that is taken, bytes: far enough below [`MESSAGE_LIMIT_BYTES`] that a
+/// message with it, and a task shown with both, can always be sent.
+pub const PAYLOAD_LIMIT_BYTES: usize = 6 << 20;
+
+/// Metadata of the status that refuses a hello for its epoch: the epoch, in decimal, that the coordinator knows the
+/// worker by. It is there only when no process of that epoch is connected, so that a worker whose clock once ran
+/// ahead can begin above it. A worker that was welcomed under its own epoch before must not: another process has
+/// taken its name since.
+pub const KNOWN_EPOCH_METADATA: &str = "espalier-known-epoch";

@@ -292,6 +292,19 @@ pub enum Rejection {
         /// Where it stands.
         phase: &'static str,
     },
+    /// The worker was started anew since, or its clock ran ahead once.
+    #[error(
+        "worker `{name}` has been started anew since (epoch {known} after {said}): stop the older one, or give it \
+         another name"
+    )]
+    StaleEpoch {
+        /// The worker's name.
+        name: String,
+        /// The epoch it is known by.
+        known: Epoch,
+        /// The epoch it said.
+        said: Epoch,
+    },
     /// Said by somebody who no longer has the right to.
     #[error("stale: {0}")]
     Stale(String),

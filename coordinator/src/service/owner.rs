@@ -551,6 +551,7 @@ fn status(rejection: &Rejection) -> Status {
         Rejection::JobEnded { .. }
         | Rejection::NotFailed { .. }
         | Rejection::WorkerGone { .. }
+        | Rejection::StaleEpoch { .. }
         | Rejection::Stale(_) => Status::failed_precondition(text),
         Rejection::Invalid(_) => Status::invalid_argument(text),
     }

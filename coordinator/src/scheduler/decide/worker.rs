@@ -98,11 +98,11 @@ fn introduce(state: &State, introduction: Introduction, now: Now) -> Decision {
     let mut events = Vec::new();
     let worker = match state.worker_named(&introduction.name) {
         Some(known) if introduction.epoch < known.epoch => {
-            return Err(Rejection::Stale(format!(
-                "worker `{}` has been started anew since (epoch {} after {}): stop the older one, \
-                 or give it another name",
-                known.name, known.epoch, introduction.epoch
-            )));
+            return Err(Rejection::StaleEpoch {
+                name: introduction.name,
+                known: known.epoch,
+                said: introduction.epoch,
+            });
         }
         Some(known) if introduction.epoch == known.epoch => return Ok(came_back(known)),
         Some(known) => {

@@ -196,7 +196,7 @@ fn an_older_incarnation_of_a_worker_is_refused_and_a_newer_replaces_it() {
     world.plan(job, vec![stage("score", 1)]);
     let old = world.dispatch()[0];
     let earlier = Command::Introduce(introduction("a", 4, "a", 1));
-    assert!(matches!(world.run(earlier), Err(Rejection::Stale(_))));
+    assert!(matches!(world.run(earlier), Err(Rejection::StaleEpoch { .. })));
     world.join("a", 6, 1);
     let new = world.dispatch()[0];
     assert!(matches!(world.complete(old), Err(Rejection::Stale(_))));

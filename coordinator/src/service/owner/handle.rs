@@ -1,5 +1,6 @@
 //! Requests in, commands to the state machine; answers wait until the turn is durable.
 
+use espalier_proto::KNOWN_EPOCH_METADATA;
 use espalier_proto::task::{Failure, FailureKind};
 use espalier_proto::v1::{self, coordinator_message::Message};
 use tokio::sync::oneshot;
@@ -209,7 +210,7 @@ impl Owner {
         }
         let (name, epoch) = (introduction.name.clone(), introduction.epoch);
         if let Err(rejection) = self.decide(Command::Introduce(introduction)) {
-            return self.later(reply, move |_| Err(status(&rejection)));
+            return self.later(reply, move |owner| Err(owner.refusal(&rejection)));
         }
         let Some(worker) = self.state.worker_named(&name).map(|worker| worker.id) else {
             return self.later(reply, |_| Err(Status::internal("the worker has no id")));
@@ -240,6 +241,21 @@ impl Owner {
             tracing::info!(worker = name, %epoch, "a worker connected");
             Ok(handle)
         });
+    }
+
+    /// A worker is told the epoch it is known by unless a process of that epoch is connected: a clock that ran
+    /// ahead once must not lock the name out, and two processes must not take it from each other in turns.
+    fn refusal(&self, rejection: &Rejection) -> Status {
+        let mut refusal = status(rejection);
+        let Rejection::StaleEpoch { name, known, .. } = rejection else {
+            return refusal;
+        };
+        let worker = self.state.worker_named(name).map(|worker| worker.id);
+        let is_connected = worker.is_some_and(|worker| self.links.contains_key(&worker));
+        if !is_connected && let Ok(epoch) = known.0.to_string().parse() {
+            refusal.metadata_mut().insert(KNOWN_EPOCH_METADATA, epoch);
+        }
+        refusal
     }
 
     fn welcome(&self, worker: WorkerId, version: u32, attempts: &[Lease]) -> v1::Welcome {
