@@ -43,11 +43,16 @@ impl Archive {
         })
     }
 
-    /// Adds how its attempts went and what happened, when the tables can say. Reads the disk: not for the loop.
+    /// Adds how its attempts went and what happened, and says so when the tables cannot tell. Reads the disk: not
+    /// for the loop.
     #[must_use]
     pub fn with(mut self, tables: &Tables, job: JobId) -> Self {
-        self.attempts = tables.attempts_of_job(job).unwrap_or_default();
-        self.events = tables.events(job, 0, EVENTS_LIMIT).unwrap_or_default();
+        let attempts = tables.attempts_of_job(job);
+        let told = attempts.and_then(|attempts| Ok((attempts, tables.events(job, 0, EVENTS_LIMIT)?)));
+        match told {
+            Ok((attempts, events)) => (self.attempts, self.events) = (attempts, events),
+            Err(error) => tracing::warn!(%job, %error, "its archive has neither attempts nor events"),
+        }
         self
     }
 }

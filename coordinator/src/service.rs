@@ -8,6 +8,7 @@
 mod adapter;
 mod cluster;
 mod history;
+mod inbox;
 mod jobs;
 mod log;
 mod outcome;
@@ -49,6 +50,7 @@ use crate::tables::Tables;
 use crate::term::{Fence, OwnDirectory, TERM_LEASE};
 use crate::{Error, Result, http};
 pub use adapter::PipelinePlanner;
+use inbox::Inbox;
 use owner::{BATCH, Owner, Request, TICK};
 pub use planner::{Planned, Planner, StageSnapshot};
 use surroundings::{BlockingThreads, Clock, Surroundings, SystemClock};
@@ -224,7 +226,7 @@ impl Coordinator {
         });
         let owner = owner.map_err(|error| Error::Internal(error.to_string()))?;
         let shown = Shown {
-            requests: requests.clone(),
+            inbox: Inbox::new(requests.clone(), vitals.clone()),
             tasks: tasks.clone(),
             stop: stop.clone(),
             vitals,
@@ -400,7 +402,7 @@ async fn tick(requests: mpsc::Sender<Request>, stop: CancellationToken) {
 
 /// What the services and pages are made from.
 struct Shown {
-    requests: mpsc::Sender<Request>,
+    inbox: Inbox,
     tasks: TaskTracker,
     stop: CancellationToken,
     vitals: http::Vitals,
@@ -411,14 +413,14 @@ struct Shown {
 impl Shown {
     fn jobs(&self) -> jobs::Service {
         jobs::Service {
-            requests: self.requests.clone(),
+            inbox: self.inbox.clone(),
             seats: Arc::new(Semaphore::new(jobs::EVENT_FOLLOWERS)),
         }
     }
 
     fn tasks(&self) -> tasks::Service {
         tasks::Service {
-            requests: self.requests.clone(),
+            inbox: self.inbox.clone(),
             logs: self.logs.clone(),
             stop: self.stop.clone(),
         }
@@ -426,13 +428,13 @@ impl Shown {
 
     fn cluster(&self) -> cluster::Service {
         cluster::Service {
-            requests: self.requests.clone(),
+            inbox: self.inbox.clone(),
         }
     }
 
     fn workers(&self) -> workers::Service {
         workers::Service {
-            requests: self.requests.clone(),
+            inbox: self.inbox.clone(),
             tasks: self.tasks.clone(),
             stop: self.stop.clone(),
         }

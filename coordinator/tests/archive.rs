@@ -5,10 +5,12 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{DEADLINE, FakeWorker, Place, client, end_of, run_one};
+use common::{DEADLINE, FakeWorker, Place, acknowledged, client, end_of, run_one};
 use espalier_coordinator::{Handle, doctor};
 use espalier_proto::v1::submit_request::Spec;
-use espalier_proto::v1::{Job, JobState, TaskDetail};
+use espalier_proto::v1::tasks_client::TasksClient;
+use espalier_proto::v1::worker_message::Message;
+use espalier_proto::v1::{Job, JobState, Log, TaskDetail, TaskLogsRequest};
 
 /// One more than may stay in the state.
 const JOBS: usize = 17;
@@ -73,5 +75,68 @@ async fn a_job_looks_the_same_after_it_was_archived_and_the_coordinator_restarte
     assert_eq!(tasks_after, tasks);
     assert_eq!(task_after.output_json, task.output_json);
     assert_eq!(task_after.spec_json, task.spec_json);
+    handle.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn attempts_and_logs_of_a_task_done_long_ago_are_there_while_its_job_goes_on() {
+    /// So many that the first is no longer among what the loop remembers of the job.
+    const TASKS: usize = 600;
+    let place = Place::new();
+    let handle = place.coordinator_of_crowds(TASKS).await;
+    let mut client = client(&handle).await;
+    client.submit(place.spec(), "").await.unwrap();
+    let mut worker = FakeWorker::connect(&handle, "a", 1, Vec::new()).await;
+    let first = worker.assignment().await;
+    let log = Log {
+        lease: first.lease,
+        lines: vec!["step 1".to_owned()],
+        ..Log::default()
+    };
+    worker.say(Message::Log(log)).await;
+    worker.complete(first.lease.unwrap()).await;
+    acknowledged(&mut worker).await;
+    for _ in 2..TASKS {
+        run_one(&mut worker).await;
+    }
+    let began = Instant::now();
+    let attempt = loop {
+        let task = client.task(first.task_id).await.unwrap();
+        let attempt = task
+            .attempts
+            .first()
+            .expect("it is done, and by no attempt")
+            .clone();
+        if !attempt.device.is_empty() {
+            break attempt;
+        }
+        assert!(began.elapsed() < DEADLINE, "the tables are not asked");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    };
+    assert_eq!(
+        (
+            attempt.outcome.as_str(),
+            attempt.worker.as_str(),
+            attempt.device.as_str()
+        ),
+        ("completed", "a", "cpu")
+    );
+    let channel = tonic::transport::Channel::from_shared(handle.endpoint()).unwrap();
+    let mut tasks = TasksClient::new(channel.connect().await.unwrap());
+    let asked = TaskLogsRequest {
+        task_id: first.task_id,
+        follow: true,
+        ..TaskLogsRequest::default()
+    };
+    let mut log = tasks.logs(asked).await.unwrap().into_inner();
+    let lines = log.message().await.unwrap().expect("a log").lines;
+    assert!(
+        lines.first().is_some_and(|line| line.ends_with("step 1")),
+        "{lines:?}"
+    );
+    assert!(
+        log.message().await.unwrap().is_none(),
+        "it goes on though its attempt has ended"
+    );
     handle.shutdown(DEADLINE).await.unwrap();
 }

@@ -305,6 +305,12 @@ pub enum Rejection {
         /// The epoch it said.
         said: Epoch,
     },
+    /// The job failed, but what it had done is no longer at hand.
+    #[error("{job} has failed and was archived since: submit it again")]
+    Archived {
+        /// Which.
+        job: JobId,
+    },
     /// Said by somebody who no longer has the right to.
     #[error("stale: {0}")]
     Stale(String),

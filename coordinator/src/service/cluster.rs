@@ -1,25 +1,23 @@
 //! The `Cluster` service: workers as their keepers see them.
 
 use espalier_proto::v1::{self, cluster_server::Cluster};
-use tokio::sync::mpsc;
 use tonic::{Request, Response, Status};
 
-use super::jobs::{ask, line};
+use super::inbox::Inbox;
+use super::jobs::line;
 use super::owner::{self, Query, WorkerOrder};
 
 /// The service.
 #[derive(Debug)]
 pub struct Service {
-    pub(super) requests: mpsc::Sender<owner::Request>,
+    pub(super) inbox: Inbox,
 }
 
 impl Service {
     async fn order(&self, name: String, order: WorkerOrder) -> Result<Option<v1::Worker>, Status> {
-        let answer = ask(&self.requests, |reply| owner::Request::KeepWorker {
-            name,
-            order,
-            reply,
-        });
+        let answer = self
+            .inbox
+            .ask(|reply| owner::Request::KeepWorker { name, order, reply });
         answer.await.map(Some)
     }
 }
@@ -30,10 +28,10 @@ impl Cluster for Service {
         &self,
         _: Request<v1::ListWorkersRequest>,
     ) -> Result<Response<v1::ListWorkersResponse>, Status> {
-        let workers = ask(&self.requests, |reply| {
-            owner::Request::Query(Query::Workers { reply })
-        })
-        .await?;
+        let workers = self
+            .inbox
+            .ask(|reply| owner::Request::Query(Query::Workers { reply }))
+            .await?;
         Ok(Response::new(v1::ListWorkersResponse { workers }))
     }
 
@@ -42,10 +40,10 @@ impl Cluster for Service {
         request: Request<v1::GetWorkerRequest>,
     ) -> Result<Response<v1::GetWorkerResponse>, Status> {
         let name = request.into_inner().name;
-        let worker = ask(&self.requests, |reply| {
-            owner::Request::Query(Query::Worker { name, reply })
-        })
-        .await?;
+        let worker = self
+            .inbox
+            .ask(|reply| owner::Request::Query(Query::Worker { name, reply }))
+            .await?;
         let worker = Some(worker);
         Ok(Response::new(v1::GetWorkerResponse { worker }))
     }

@@ -8,16 +8,15 @@ use std::time::Duration;
 
 use espalier_proto::v1::{self, jobs_server::Jobs};
 use futures::Stream;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
-use tokio::time::timeout;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::{Request, Response, Status};
 
+use super::inbox::Inbox;
 use super::owner::{self, JobOrder, Listing, Query};
 use super::{outcome, watch::Following};
 use crate::scheduler::JobId;
 use crate::spec::JobSpec;
 
-const ANSWER_DEADLINE: Duration = Duration::from_secs(30);
 const REQUEST_ID_CHARACTERS: usize = 128;
 const LINE_CHARACTERS: usize = 500;
 const HIGHEST_PRIORITY: i32 = 100;
@@ -31,25 +30,9 @@ const LARGEST_PAGE: u32 = 500;
 /// The service.
 #[derive(Debug)]
 pub struct Service {
-    pub(super) requests: mpsc::Sender<owner::Request>,
+    pub(super) inbox: Inbox,
     /// One for each client that follows events.
     pub(super) seats: Arc<Semaphore>,
-}
-
-/// Asks the loop and waits for its answer, within a deadline.
-pub(super) async fn ask<T>(
-    requests: &mpsc::Sender<owner::Request>,
-    request: impl FnOnce(oneshot::Sender<Result<T, Status>>) -> owner::Request,
-) -> Result<T, Status> {
-    let stopping = || Status::unavailable("the coordinator is stopping");
-    let (reply, answer) = oneshot::channel();
-    let exchange = async {
-        requests.send(request(reply)).await.map_err(|_| stopping())?;
-        answer.await.map_err(|_| stopping())?
-    };
-    timeout(ANSWER_DEADLINE, exchange)
-        .await
-        .map_err(|_| Status::deadline_exceeded("the coordinator is too busy to answer"))?
 }
 
 pub(super) fn parse_id(text: &str) -> Result<JobId, Status> {
@@ -111,11 +94,9 @@ fn request_id_of(request_id: String) -> Result<Option<String>, Status> {
 impl Service {
     async fn keep(&self, job_id: &str, order: JobOrder) -> Result<Option<v1::Job>, Status> {
         let job = parse_id(job_id)?;
-        let answer = ask(&self.requests, |reply| owner::Request::KeepJob {
-            job,
-            order,
-            reply,
-        });
+        let answer = self
+            .inbox
+            .ask(|reply| owner::Request::KeepJob { job, order, reply });
         answer.await.map(Some)
     }
 }
@@ -141,12 +122,14 @@ impl Jobs for Service {
         let submission = tokio::task::spawn_blocking(move || admit(spec, priority))
             .await
             .map_err(|error| Status::internal(error.to_string()))??;
-        let (job, existed) = ask(&self.requests, |reply| owner::Request::Submit {
-            request_id,
-            submission: Box::new(submission),
-            reply,
-        })
-        .await?;
+        let (job, existed) = self
+            .inbox
+            .ask(|reply| owner::Request::Submit {
+                request_id,
+                submission: Box::new(submission),
+                reply,
+            })
+            .await?;
         Ok(Response::new(v1::SubmitResponse {
             job: Some(job),
             existed,
@@ -187,7 +170,7 @@ impl Jobs for Service {
             .try_acquire_owned()
             .map_err(|_| Status::resource_exhausted("too many clients follow events: end some of them"))?;
         let events = Events {
-            requests: self.requests.clone(),
+            inbox: self.inbox.clone(),
             job,
             follow,
             after: 0,
@@ -202,10 +185,10 @@ impl Jobs for Service {
 
     async fn get(&self, request: Request<v1::GetRequest>) -> Result<Response<v1::GetResponse>, Status> {
         let job = parse_id(&request.get_ref().job_id)?;
-        let job = ask(&self.requests, |reply| {
-            owner::Request::Query(Query::Job { job, reply })
-        })
-        .await?;
+        let job = self
+            .inbox
+            .ask(|reply| owner::Request::Query(Query::Job { job, reply }))
+            .await?;
         Ok(Response::new(v1::GetResponse { job: Some(job) }))
     }
 
@@ -229,10 +212,10 @@ impl Jobs for Service {
         };
         let size = usize::try_from(size).unwrap_or(1);
         let listing = Listing { before, size, states };
-        let jobs = ask(&self.requests, |reply| {
-            owner::Request::Query(Query::Jobs { listing, reply })
-        })
-        .await?;
+        let jobs = self
+            .inbox
+            .ask(|reply| owner::Request::Query(Query::Jobs { listing, reply }))
+            .await?;
         let next_page_token = match jobs.last() {
             Some(last) if jobs.len() == size => last.id.clone(),
             _ => String::new(),
@@ -251,7 +234,10 @@ impl Jobs for Service {
             after_revision,
         } = request.into_inner();
         let job = parse_id(&job_id)?;
-        let following = ask(&self.requests, |reply| owner::Request::Watch { job, reply }).await?;
+        let following = self
+            .inbox
+            .ask(|reply| owner::Request::Watch { job, reply })
+            .await?;
         Ok(Response::new(Box::pin(snapshots(following, after_revision))))
     }
 
@@ -268,7 +254,7 @@ impl Jobs for Service {
 
 /// Events of a job on their way to a client: asked for page by page, so that a slow client holds nothing.
 struct Events {
-    requests: mpsc::Sender<owner::Request>,
+    inbox: Inbox,
     job: JobId,
     follow: bool,
     after: u64,
@@ -280,10 +266,10 @@ struct Events {
 impl Events {
     async fn fetched(mut self) -> Result<Self, Status> {
         let (job, after) = (self.job, self.after);
-        let (page, ended) = ask(&self.requests, |reply| {
-            owner::Request::Query(Query::Events { job, after, reply })
-        })
-        .await?;
+        let (page, ended) = self
+            .inbox
+            .ask(|reply| owner::Request::Query(Query::Events { job, after, reply }))
+            .await?;
         self.after = page.last().map_or(self.after, |(number, _)| *number);
         self.ready.extend(page.into_iter().map(|(_, event)| event));
         self.ended = ended || !self.follow;

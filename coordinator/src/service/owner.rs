@@ -13,6 +13,7 @@ mod archive;
 mod handle;
 mod query;
 mod request;
+mod shelf;
 mod sight;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -247,8 +248,7 @@ impl Owner {
         match self.fence.standing(self.surroundings.clock.elapsed()) {
             Standing::Holds => {}
             Standing::Waits => {
-                self.stopping |= batch.iter().any(|request| matches!(request, Request::Stop));
-                batch.retain(|request| !matches!(request, Request::Tick));
+                self.wait(batch);
                 return Ok(());
             }
             Standing::Superseded { by } => return Err(self.has_successor(by)),
@@ -294,10 +294,34 @@ impl Owner {
         if ticked {
             self.publish();
             self.stand();
+            self.archive();
         }
         match self.succeeded {
             Some(term) => Err(self.has_successor(term.0)),
             None => Ok(()),
+        }
+    }
+
+    /// Without authority nothing is promised, but what is durable can be looked at.
+    fn wait(&mut self, batch: &mut Vec<Request>) {
+        let requests = std::mem::take(batch);
+        for request in requests {
+            match request {
+                Request::Tick => {}
+                Request::Query(query) => {
+                    if let Some(answer) = self.query(query) {
+                        answer(self, Ok(()));
+                    }
+                }
+                Request::Watch { job, reply } => {
+                    let answer = Self::watch(job, reply);
+                    answer(self, Ok(()));
+                }
+                request => {
+                    self.stopping |= matches!(request, Request::Stop);
+                    batch.push(request);
+                }
+            }
         }
     }
 
@@ -550,6 +574,7 @@ fn status(rejection: &Rejection) -> Status {
         }
         Rejection::JobEnded { .. }
         | Rejection::NotFailed { .. }
+        | Rejection::Archived { .. }
         | Rejection::WorkerGone { .. }
         | Rejection::StaleEpoch { .. }
         | Rejection::Stale(_) => Status::failed_precondition(text),

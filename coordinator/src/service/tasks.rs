@@ -4,11 +4,11 @@ use std::pin::Pin;
 
 use espalier_proto::v1::{self, tasks_server::Tasks};
 use futures::{Stream, StreamExt};
-use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
-use super::jobs::{ask, parse_id};
+use super::inbox::Inbox;
+use super::jobs::parse_id;
 use super::log;
 use super::owner::{self, Query, TaskListing};
 use crate::logs::{self, Logs};
@@ -20,17 +20,16 @@ const LARGEST_PAGE: u32 = 1000;
 /// The service.
 #[derive(Debug)]
 pub struct Service {
-    pub(super) requests: mpsc::Sender<owner::Request>,
+    pub(super) inbox: Inbox,
     pub(super) logs: Logs,
     pub(super) stop: CancellationToken,
 }
 
 impl Service {
     async fn detail(&self, task: TaskId) -> Result<v1::TaskDetail, Status> {
-        ask(&self.requests, |reply| {
-            owner::Request::Query(Query::Task { task, reply })
-        })
-        .await
+        self.inbox
+            .ask(|reply| owner::Request::Query(Query::Task { task, reply }))
+            .await
     }
 }
 
@@ -66,10 +65,10 @@ impl Tasks for Service {
             states,
             stage,
         };
-        let (tasks, next) = ask(&self.requests, |reply| {
-            owner::Request::Query(Query::Tasks { listing, reply })
-        })
-        .await?;
+        let (tasks, next) = self
+            .inbox
+            .ask(|reply| owner::Request::Query(Query::Tasks { listing, reply }))
+            .await?;
         let next_page_token = next.map(|task| task.0.to_string()).unwrap_or_default();
         Ok(Response::new(v1::ListTasksResponse {
             tasks,
@@ -138,7 +137,7 @@ fn which(task: &v1::TaskDetail, attempt: u64) -> Result<AttemptId, Status> {
 
 fn is_running(task: &v1::TaskDetail, attempt: AttemptId) -> bool {
     let mut made = task.attempts.iter();
-    made.any(|made| made.id == attempt.0 && made.ended_unix_ms == 0)
+    made.any(|made| made.id == attempt.0 && made.outcome == "running")
 }
 
 fn unreadable(error: &logs::Error) -> Status {

@@ -12,7 +12,7 @@ use crate::scheduler::{
 mod task;
 mod worker;
 
-pub use task::{attempts, detail, output, task_state};
+pub use task::{attempts, detail, done, merged, output, task_state};
 pub use worker::worker;
 
 /// Tasks of a stage that are listed at the most.

@@ -13,7 +13,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::jobs::{ask, line};
+use super::inbox::Inbox;
+use super::jobs::line;
 use super::owner::{self, Greeting, Report, WorkerHandle};
 use crate::scheduler::{AttemptId, DeviceInfo, Epoch, Introduction, Lease, Payload, Term, WorkerId};
 
@@ -29,7 +30,7 @@ const LOG_LINE_BYTES: usize = 4 << 10;
 /// The service.
 #[derive(Debug)]
 pub struct Service {
-    pub(super) requests: mpsc::Sender<owner::Request>,
+    pub(super) inbox: Inbox,
     pub(super) tasks: TaskTracker,
     pub(super) stop: CancellationToken,
 }
@@ -55,13 +56,14 @@ impl Workers for Service {
         let (outbox, stream) = mpsc::channel(OUTBOX);
         let stop = self.stop.child_token();
         let greeting = greeting(hello, outbox, stop.clone())?;
-        let from = ask(&self.requests, |reply| owner::Request::Greet {
-            greeting: Box::new(greeting),
-            reply,
-        })
-        .await?;
-        self.tasks
-            .spawn(read(messages, from, self.requests.clone(), stop));
+        let from = self
+            .inbox
+            .ask(|reply| owner::Request::Greet {
+                greeting: Box::new(greeting),
+                reply,
+            })
+            .await?;
+        self.tasks.spawn(read(messages, from, self.inbox.clone(), stop));
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 
@@ -75,14 +77,16 @@ impl Workers for Service {
             epoch,
             attempts,
         } = request.into_inner();
-        let response = ask(&self.requests, |reply| owner::Request::Heartbeat {
-            term: Term(term),
-            worker: WorkerId(worker_id),
-            epoch: Epoch(epoch),
-            attempts: attempts.iter().map(lease).collect(),
-            reply,
-        })
-        .await?;
+        let response = self
+            .inbox
+            .ask(|reply| owner::Request::Heartbeat {
+                term: Term(term),
+                worker: WorkerId(worker_id),
+                epoch: Epoch(epoch),
+                attempts: attempts.iter().map(lease).collect(),
+                reply,
+            })
+            .await?;
         Ok(Response::new(response))
     }
 }
@@ -91,7 +95,7 @@ impl Workers for Service {
 async fn read(
     mut messages: Streaming<v1::WorkerMessage>,
     from: WorkerHandle,
-    requests: mpsc::Sender<owner::Request>,
+    inbox: Inbox,
     stop: CancellationToken,
 ) {
     loop {
@@ -115,12 +119,11 @@ async fn read(
             tracing::warn!(worker = %from.worker, "a malformed message was dropped");
             continue;
         };
-        if requests.send(request).await.is_err() {
+        if !inbox.tell(request).await {
             return;
         }
     }
-    // The loop may have stopped before.
-    let _ = requests.send(owner::Request::Closed { from }).await;
+    inbox.tell(owner::Request::Closed { from }).await;
 }
 
 /// A hello as the loop takes it.

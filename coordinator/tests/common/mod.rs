@@ -1,6 +1,8 @@
 //! A coordinator in this process, a planner that tells a short story, and a worker that speaks real gRPC.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, dead_code)]
 
+pub mod bench;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;

@@ -4,8 +4,8 @@ use std::collections::HashSet;
 
 use super::Decision;
 use crate::scheduler::{
-    Command, Event, Job, JobId, JobPhase, Now, Payload, Rejection, StagePlan, StageRecord, State, TaskId,
-    TaskPlan, TaskRecord,
+    Command, Ended, Event, Job, JobId, JobPhase, Now, Payload, Rejection, StagePlan, StageRecord, State,
+    TaskId, TaskPlan, TaskRecord,
 };
 
 /// How far a priority may be from 0.
@@ -166,6 +166,10 @@ fn pause(state: &State, job: JobId, reason: String, now: Now) -> Decision {
 }
 
 fn retry(state: &State, job: JobId, request_id: Option<String>, now: Now) -> Decision {
+    let archived = state.summary(job).map(|archived| archived.ended);
+    if archived == Some(Ended::Failed) {
+        return Err(Rejection::Archived { job });
+    }
     let known = job_of(state, job)?;
     let sent_before =
         request_id.is_some() && known.retries.iter().any(|retry| retry.request_id == request_id);

@@ -274,7 +274,7 @@ fn a_worker_started_anew_gets_its_task_again_and_the_old_process_nothing() {
     });
     assert!(matches!(late, Err(Rejection::Stale(_))));
     let earlier = world.run(Command::Introduce(introduction("a", 1, "a", 1)));
-    assert!(matches!(earlier, Err(Rejection::Stale(_))));
+    assert!(matches!(earlier, Err(Rejection::StaleEpoch { .. })));
     assert_eq!(world.state.worker(new.0).unwrap().standing, Standing::Present);
 }
 

@@ -1,53 +1,72 @@
 //! Jobs that have left the state, or are about to: their archives are written and read beside the loop.
 //!
-//! A job that ended stays in the state for a while, so that it can be looked at and retried; once there are
-//! many, the oldest goes. Its archive is durable before the journal says that it is archived.
+//! A job that ended stays in the state for a while, so that it can be looked at; once there are many, or they are
+//! large, the oldest goes. One that failed can be retried as long as it stays, so those are only counted, and apart.
+//! An archive waits for the tables, which know how attempts went but follow at their own pace, and is durable
+//! before the journal says that the job is archived.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use espalier_proto::v1;
 use tonic::Status;
 
 use super::request::{Reply, TaskListing};
+use super::shelf::{Seat, Shelf};
 use super::{Owner, Request, query};
 use crate::archive::{self, Archive, Archives};
-use crate::scheduler::{Command, Job, JobId, TaskId};
+use crate::scheduler::{Command, Job, JobId, JobPhase, TaskId};
+use crate::service::surroundings::Clock;
 use crate::service::view;
 use crate::tables::{self, AttemptRow, EventRow};
 
-/// Ended jobs that stay in the state.
+/// Jobs that succeeded or were cancelled and stay in the state.
 const KEPT_JOBS: usize = 16;
-/// Tasks of ended jobs that stay in the state.
+/// Tasks of those.
 const KEPT_TASKS: usize = 10_000;
+/// Failed jobs that stay in the state, however large.
+const KEPT_FAILED: usize = 16;
+/// How long tables that stand still are waited for.
+const TABLES_PATIENCE: Duration = Duration::from_secs(10 * 60);
 /// How long after an archive could not be written it is tried again.
 const PAUSE: Duration = Duration::from_secs(30);
 /// Events of an archived job that are shown at the most.
 const EVENTS_SHOWN: usize = 1024;
-/// Attempts of an archived task that are shown at the most.
-const ATTEMPTS_SHOWN: usize = 32;
 
-/// The archive that is being written.
+/// The archive that is being written, and those that are read.
 #[derive(Debug, Default)]
 pub(super) struct Archiving {
-    job: Option<JobId>,
+    /// The job, and its results when it was taken: a retry adds one.
+    job: Option<(JobId, u64)>,
     rests_until: Duration,
+    /// The job that waits for the tables, and the frame they have to come to.
+    waits: Option<(JobId, u64)>,
+    /// The frame they had come to, and since when.
+    reflected: (u64, Duration),
+    pub(super) shelf: Arc<Shelf>,
 }
 
 impl Owner {
-    /// Has the archive of the oldest ended job written, when there are too many. One at a time.
+    /// Has the archive of the oldest ended job written, when there are too many. One at a time, and only when the
+    /// state is durable.
     pub(super) fn archive(&mut self) {
-        let rests = self.surroundings.clock.elapsed() < self.archiving.rests_until;
+        let elapsed = self.surroundings.clock.elapsed();
+        self.archiving.shelf.tidy(elapsed);
+        let rests = elapsed < self.archiving.rests_until;
         if self.archiving.job.is_some() || rests || self.full_until.is_some() {
             return;
         }
-        let Some(job) = self.one_too_many() else {
+        let Some((job, results)) = self.one_too_many().map(|job| (job.id, job.results)) else {
             return;
         };
+        if !self.waited_for_tables(job) {
+            return;
+        }
         let Some(archive) = Archive::of(&self.state, job) else {
             return;
         };
-        self.archiving.job = Some(job);
+        self.archiving.job = Some((job, results));
         let (archives, tables) = (self.archives(), self.surroundings.tables.clone());
         self.surroundings.beside.spawn(Box::new(move || {
             let written = archives.write(job, &archive.with(&tables, job));
@@ -58,9 +77,37 @@ impl Owner {
         }));
     }
 
+    /// Whether the tables know the job to its end, or are not waited for any longer.
+    fn waited_for_tables(&mut self, job: JobId) -> bool {
+        let elapsed = self.surroundings.clock.elapsed();
+        let (reflects, last) = (self.surroundings.tables.reflects(), self.journal.last());
+        let archiving = &mut self.archiving;
+        if archiving.reflected.0 != reflects {
+            archiving.reflected = (reflects, elapsed);
+        }
+        let known = archiving.waits.filter(|(waiting, _)| *waiting == job);
+        let (_, end) = *archiving.waits.insert(known.unwrap_or((job, last)));
+        if reflects >= end {
+            return true;
+        }
+        let stood = elapsed.saturating_sub(archiving.reflected.1);
+        if stood < TABLES_PATIENCE {
+            return false;
+        }
+        tracing::warn!(
+            %job, reflects, end, stood_s = stood.as_secs(),
+            "the tables do not come on: the job is archived without what only they know of its attempts"
+        );
+        true
+    }
+
     pub(super) fn archived(&mut self, job: JobId, written: Result<(), String>) {
-        self.archiving.job = None;
+        let taken = self.archiving.job.take();
+        let results = self.state.job(job).map(|job| job.results);
+        let is_it = taken.is_some_and(|(taken, at)| taken == job && results == Some(at));
         match written {
+            // One that was retried meanwhile is written again when it has ended again.
+            Ok(()) if !is_it => {}
             Ok(()) => self.note(Command::Archived { job }),
             Err(error) => {
                 tracing::warn!(%job, %error, "the job stays where it is");
@@ -69,19 +116,25 @@ impl Owner {
         }
     }
 
-    fn one_too_many(&self) -> Option<JobId> {
-        let tasks = |job: &Job| job.stages.iter().map(|stage| stage.tasks.len()).sum::<usize>();
-        let (mut jobs, mut all) = (0_usize, 0_usize);
-        for ended in self.state.archivable() {
+    fn one_too_many(&self) -> Option<&Job> {
+        let has_failed = |job: &&Job| matches!(job.phase, JobPhase::Failed { .. });
+        let mut others = self.state.archivable().filter(|job| !has_failed(job)).peekable();
+        let oldest = others.peek().copied();
+        let (mut jobs, mut tasks) = (0_usize, 0_usize);
+        for job in others {
             jobs = jobs.saturating_add(1);
-            all = all.saturating_add(tasks(ended));
+            tasks = tasks.saturating_add(job.stages.iter().map(|stage| stage.tasks.len()).sum());
         }
-        let oldest = self.state.archivable().next()?;
-        (jobs > KEPT_JOBS || all > KEPT_TASKS).then_some(oldest.id)
+        if jobs > KEPT_JOBS || tasks > KEPT_TASKS {
+            return oldest;
+        }
+        let mut failed = self.state.archivable().filter(has_failed);
+        let oldest = failed.next()?;
+        (failed.count() >= KEPT_FAILED).then_some(oldest)
     }
 
     fn archives(&self) -> Archives {
-        let disk = std::sync::Arc::clone(&self.surroundings.disk);
+        let disk = Arc::clone(&self.surroundings.disk);
         Archives::new(disk, &self.options.data_dir)
     }
 
@@ -97,42 +150,67 @@ impl Owner {
         reply: Reply<T>,
         question: impl FnOnce(&Archive) -> Result<T, Status> + Send + 'static,
     ) {
-        let archives = self.archives();
+        let seat = match self.archiving.shelf.seat() {
+            Ok(seat) => seat,
+            Err(status) => {
+                // Whoever asked may be gone.
+                let _ = reply.send(Err(status));
+                return;
+            }
+        };
+        let (archives, clock) = (self.archives(), Arc::clone(&self.surroundings.clock));
         self.surroundings.beside.spawn(Box::new(move || {
-            let answer = archives.read(job).map_err(|error| status(&error));
-            // Whoever asked may be gone.
-            let _ = reply.send(answer.and_then(|archive| question(&archive)));
+            if !reply.is_closed() {
+                let _ = reply.send(seat.ask(&archives, clock.as_ref(), job, question));
+            }
             Request::Answered
         }));
     }
 
     /// Answers for a task that the state does not know: it may be an archived job's.
     pub(super) fn ask_archived_task(&self, task: TaskId, reply: Reply<v1::TaskDetail>) {
+        let seat = match self.archiving.shelf.seat() {
+            Ok(seat) => seat,
+            Err(status) => {
+                let _ = reply.send(Err(status));
+                return;
+            }
+        };
         let (archives, tables) = (self.archives(), self.surroundings.tables.clone());
+        let clock = Arc::clone(&self.surroundings.clock);
         self.surroundings.beside.spawn(Box::new(move || {
-            let _ = reply.send(find_task(&archives, &tables, task));
+            if !reply.is_closed() {
+                let _ = reply.send(find_task(seat, &archives, &tables, clock.as_ref(), task));
+            }
             Request::Answered
         }));
     }
 }
 
-fn find_task(archives: &Archives, tables: &tables::Tables, task: TaskId) -> Result<v1::TaskDetail, Status> {
+fn find_task(
+    seat: Seat,
+    archives: &Archives,
+    tables: &tables::Tables,
+    clock: &dyn Clock,
+    task: TaskId,
+) -> Result<v1::TaskDetail, Status> {
     let missing = || Status::not_found(format!("there is no task {task}"));
     let job = tables
         .archived_job_of(task)
         .map_err(|error| Status::unavailable(format!("task {task} is not of a live job, and {error}")))?
         .ok_or_else(missing)?;
-    let archive = archives.read(job).map_err(|error| status(&error))?;
-    let known = archive.state.task(task).ok_or_else(missing)?;
-    let mut detail = view::detail(&archive.state, known, false);
-    known.payload.as_str().clone_into(&mut detail.spec_json);
-    view::output(known)
-        .unwrap_or_default()
-        .clone_into(&mut detail.output_json);
-    let of_task: Vec<&AttemptRow> = archive.attempts.iter().filter(|row| row.task == task).collect();
-    let older = of_task.len().saturating_sub(ATTEMPTS_SHOWN);
-    detail.attempts = of_task.into_iter().skip(older).map(attempt).collect();
-    Ok(detail)
+    seat.ask(archives, clock, job, |archive| {
+        let known = archive.state.task(task).ok_or_else(missing)?;
+        let mut detail = view::detail(&archive.state, known, false);
+        known.payload.as_str().clone_into(&mut detail.spec_json);
+        view::output(known)
+            .unwrap_or_default()
+            .clone_into(&mut detail.output_json);
+        let done = view::done(known);
+        let rows: Vec<&AttemptRow> = archive.attempts.iter().filter(|row| row.task == task).collect();
+        detail.attempts = view::merged(done, &rows);
+        Ok(detail)
+    })
 }
 
 /// An archived job whole.
@@ -181,24 +259,12 @@ fn event(row: &EventRow, lagged: bool) -> v1::JobEvent {
     }
 }
 
-fn attempt(row: &AttemptRow) -> v1::AttemptDetail {
-    v1::AttemptDetail {
-        id: row.attempt.0,
-        worker: row.worker.clone(),
-        device: row.device.clone(),
-        started_unix_ms: row.started_unix_ms,
-        ended_unix_ms: row.ended_unix_ms.unwrap_or(0),
-        outcome: row.outcome.name().to_owned(),
-        message: row.message.clone(),
-        progress: String::new(),
-    }
-}
-
 fn missing(job: JobId) -> Status {
     Status::not_found(format!("there is no {job}"))
 }
 
-fn status(error: &archive::Error) -> Status {
+/// An archive's error as whoever asked sees it.
+pub(super) fn status(error: &archive::Error) -> Status {
     let text = error.to_string();
     match error {
         archive::Error::Missing { .. } => Status::not_found(text),

@@ -6,8 +6,8 @@ use espalier_proto::v1::{self, coordinator_message::Message};
 use tokio::sync::oneshot;
 use tonic::Status;
 
-use super::request::{Greeting, JobOrder, Report, Request, Submission, WorkerHandle, WorkerOrder};
-use super::{Link, Owner, status};
+use super::request::{Greeting, JobOrder, Reply, Report, Request, Submission, WorkerHandle, WorkerOrder};
+use super::{Answer, Following, Link, Owner, status};
 use crate::scheduler::{Command, Epoch, JobId, Lease, Rejection, Standing, Term, WorkerId};
 use crate::service::Planned;
 
@@ -21,12 +21,11 @@ impl Owner {
             } => {
                 self.submit(request_id, *submission, reply);
             }
-            Request::Query(query) => self.query(query),
-            Request::Watch { job, reply } => self.later(reply, move |owner| {
-                let snapshot = owner.view(job)?;
-                owner.watchers.admits(job).map_err(Status::resource_exhausted)?;
-                Ok(owner.watchers.follow(job, snapshot))
-            }),
+            Request::Query(query) => {
+                let answer = self.query(query);
+                self.answers.extend(answer);
+            }
+            Request::Watch { job, reply } => self.answers.push(Self::watch(job, reply)),
             Request::KeepJob { job, order, reply } => {
                 let decided = self.decide(match order {
                     JobOrder::Cancel { reason } => Command::Cancel { job, reason },
@@ -98,7 +97,6 @@ impl Owner {
             Request::Tick => {
                 self.silence();
                 self.end_late_gangs();
-                self.archive();
             }
             Request::Stop => {
                 self.stopping = true;
@@ -113,11 +111,15 @@ impl Owner {
         reply: oneshot::Sender<Result<T, Status>>,
         answer: impl FnOnce(&mut Self) -> Result<T, Status> + Send + 'static,
     ) {
-        self.answers.push(Box::new(move |owner, durable| {
-            let answer = durable.and_then(|()| answer(owner));
-            // Who asked may have gone.
-            let _ = reply.send(answer);
-        }));
+        self.answers.push(when_durable(reply, answer));
+    }
+
+    pub(super) fn watch(job: JobId, reply: Reply<Following>) -> Answer {
+        when_durable(reply, move |owner| {
+            let snapshot = owner.view(job)?;
+            owner.watchers.admits(job).map_err(Status::resource_exhausted)?;
+            Ok(owner.watchers.follow(job, snapshot))
+        })
     }
 
     /// Runs a command that nobody waits for.
@@ -447,6 +449,18 @@ impl Owner {
             });
         }
     }
+}
+
+/// What is said to who asked once the turn is durable.
+pub(super) fn when_durable<T: Send + 'static>(
+    reply: Reply<T>,
+    answer: impl FnOnce(&mut Owner) -> Result<T, Status> + Send + 'static,
+) -> Answer {
+    Box::new(move |owner, durable| {
+        let answer = durable.and_then(|()| answer(owner));
+        // Who asked may have gone.
+        let _ = reply.send(answer);
+    })
 }
 
 /// A lease as messages carry it.

@@ -3,43 +3,71 @@
 use espalier_proto::v1;
 use tonic::Status;
 
-use super::Owner;
-use super::request::{Listing, Query, TaskListing};
+use super::handle::when_durable;
+use super::request::{Listing, Query, Reply, Request, TaskListing};
+use super::{Answer, Owner};
 use crate::scheduler::{JobId, Stage, State, Task, TaskId};
 use crate::service::{history, view};
 
 impl Owner {
-    pub(super) fn query(&mut self, query: Query) {
-        match query {
+    /// The answer to a question, to be given once the state it is from is durable; none when it is found beside
+    /// the loop.
+    pub(super) fn query(&mut self, query: Query) -> Option<Answer> {
+        Some(match query {
             Query::Job { job, reply } if self.is_archived(job) => {
                 let revision = self.watchers.revision(job);
                 self.ask_archive(job, reply, move |archive| {
                     super::archive::job(archive, job, revision)
                 });
+                return None;
             }
             Query::Events { job, after, reply } if self.is_archived(job) => {
                 self.ask_archive(job, reply, move |archive| {
                     Ok((super::archive::events(archive, after), true))
                 });
+                return None;
             }
             Query::Tasks { listing, reply } if self.is_archived(listing.job) => {
                 self.ask_archive(listing.job, reply, move |archive| {
                     super::archive::tasks(archive, &listing)
                 });
+                return None;
             }
             Query::Task { task, reply } if self.state.task(task).is_none() => {
                 self.ask_archived_task(task, reply);
+                return None;
             }
-            Query::Job { job, reply } => self.later(reply, move |owner| owner.view(job)),
-            Query::Jobs { listing, reply } => self.later(reply, move |owner| Ok(owner.list(&listing))),
-            Query::Events { job, after, reply } => {
-                self.later(reply, move |owner| owner.events(job, after));
-            }
-            Query::Tasks { listing, reply } => self.later(reply, move |owner| owner.tasks(&listing)),
-            Query::Task { task, reply } => self.later(reply, move |owner| owner.task(task)),
-            Query::Workers { reply } => self.later(reply, |owner| Ok(owner.workers())),
-            Query::Worker { name, reply } => self.later(reply, move |owner| owner.worker(&name)),
-        }
+            Query::Job { job, reply } => when_durable(reply, move |owner| owner.view(job)),
+            Query::Jobs { listing, reply } => when_durable(reply, move |owner| Ok(owner.list(&listing))),
+            Query::Events { job, after, reply } => when_durable(reply, move |owner| owner.events(job, after)),
+            Query::Tasks { listing, reply } => when_durable(reply, move |owner| owner.tasks(&listing)),
+            Query::Task { task, reply } => Self::task(task, reply),
+            Query::Workers { reply } => when_durable(reply, |owner| Ok(owner.workers())),
+            Query::Worker { name, reply } => when_durable(reply, move |owner| owner.worker(&name)),
+        })
+    }
+
+    /// A live task: what the loop remembers of its attempts, and, looked up beside it, what the tables know.
+    fn task(task: TaskId, reply: Reply<v1::TaskDetail>) -> Answer {
+        Box::new(move |owner, durable| {
+            let mut detail = match durable.and_then(|()| owner.known_task(task)) {
+                Ok(detail) => detail,
+                Err(status) => {
+                    // Who asked may have gone.
+                    let _ = reply.send(Err(status));
+                    return;
+                }
+            };
+            let tables = owner.surroundings.tables.clone();
+            owner.surroundings.beside.spawn(Box::new(move || {
+                // Tables that cannot be asked know nothing.
+                let rows = tables.attempts(task).unwrap_or_default();
+                let remembered = std::mem::take(&mut detail.attempts);
+                detail.attempts = view::merged(remembered, &rows.iter().collect::<Vec<_>>());
+                let _ = reply.send(Ok(detail));
+                Request::Answered
+            }));
+        })
     }
 
     fn list(&self, listing: &Listing) -> Vec<v1::Job> {
@@ -92,7 +120,7 @@ impl Owner {
         page(&self.state, &|task| self.resting.contains_key(&task), listing)
     }
 
-    fn task(&self, task: TaskId) -> Result<v1::TaskDetail, Status> {
+    fn known_task(&self, task: TaskId) -> Result<v1::TaskDetail, Status> {
         let known = self.state.task(task);
         let known = known.ok_or_else(|| Status::not_found(format!("there is no task {task}")))?;
         let mut detail = self.detail(known);

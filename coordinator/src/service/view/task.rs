@@ -7,6 +7,7 @@ use espalier_proto::v1;
 
 use crate::scheduler::{AttemptId, State, Task, TaskPhase};
 use crate::service::history::History;
+use crate::tables::{AttemptOutcome, AttemptRow};
 
 /// Attempts of a task that are listed at the most.
 const ATTEMPTS_SHOWN: usize = 32;
@@ -55,14 +56,75 @@ pub fn detail(state: &State, task: &Task, rests: bool) -> v1::TaskDetail {
     }
 }
 
-/// The newest attempts at a task, the oldest of them first, as far as they are remembered.
+/// The attempt that a task is done by, for who knows no more of it; of a gang, its ranks'.
+pub fn done(task: &Task) -> Vec<v1::AttemptDetail> {
+    let TaskPhase::Done { attempt, .. } = &task.phase else {
+        return Vec::new();
+    };
+    let ranks = u64::from(task.needs.ranks.max(1));
+    let shown = |rank| v1::AttemptDetail {
+        id: attempt.0.saturating_add(rank),
+        outcome: "completed".to_owned(),
+        ..v1::AttemptDetail::default()
+    };
+    (0..ranks).map(shown).collect()
+}
+
+/// The newest attempts at a task, the oldest of them first: what the loop remembers, and where that is less, what
+/// the tables know. They follow the loop, so that what runs for them may have ended.
+pub fn merged(remembered: Vec<v1::AttemptDetail>, rows: &[&AttemptRow]) -> Vec<v1::AttemptDetail> {
+    let mut attempts: BTreeMap<u64, v1::AttemptDetail> = rows.iter().map(|row| shown(row)).collect();
+    for mut attempt in remembered {
+        let Some(row) = attempts.get_mut(&attempt.id) else {
+            attempts.insert(attempt.id, attempt);
+            continue;
+        };
+        if !row.outcome.is_empty() && attempt.outcome != "running" {
+            continue;
+        }
+        if attempt.worker.is_empty() {
+            attempt.worker = std::mem::take(&mut row.worker);
+        }
+        if attempt.device.is_empty() {
+            attempt.device = std::mem::take(&mut row.device);
+        }
+        if attempt.started_unix_ms == 0 {
+            attempt.started_unix_ms = row.started_unix_ms;
+        }
+        *row = attempt;
+    }
+    let older = attempts.len().saturating_sub(ATTEMPTS_SHOWN);
+    attempts.into_values().skip(older).collect()
+}
+
+/// A row, whose outcome is left open while it runs: only the loop knows whether it still does.
+fn shown(row: &AttemptRow) -> (u64, v1::AttemptDetail) {
+    let outcome = match row.outcome {
+        AttemptOutcome::Running => String::new(),
+        ended => ended.name().to_owned(),
+    };
+    let attempt = v1::AttemptDetail {
+        id: row.attempt.0,
+        worker: row.worker.clone(),
+        device: row.device.clone(),
+        started_unix_ms: row.started_unix_ms,
+        ended_unix_ms: row.ended_unix_ms.unwrap_or(0),
+        outcome,
+        message: row.message.clone(),
+        progress: String::new(),
+    };
+    (row.attempt.0, attempt)
+}
+
+/// The attempts at a task that the loop remembers, the oldest first.
 pub fn attempts(
     state: &State,
     task: &Task,
     history: &History,
     progress: &BTreeMap<AttemptId, Progress>,
 ) -> Vec<v1::AttemptDetail> {
-    let mut attempts: BTreeMap<AttemptId, v1::AttemptDetail> = BTreeMap::new();
+    let done = done(task).into_iter().map(|done| (AttemptId(done.id), done));
+    let mut attempts: BTreeMap<AttemptId, v1::AttemptDetail> = done.collect();
     for entry in history.of_task(task.job, task.id) {
         let Some(attempt) = entry.attempt else { continue };
         let shown = attempts.entry(attempt).or_insert_with(|| v1::AttemptDetail {
@@ -80,7 +142,8 @@ pub fn attempts(
             "attempt_completed" | "rank_completed" => "completed",
             "attempt_failed" => "failed",
             "attempt_lost" => "lost",
-            "attempt_stopped" | "attempt_handed_back" => "stopped",
+            "attempt_stopped" => "stopped",
+            "attempt_handed_back" => "handed_back",
             _ => continue,
         };
         outcome.clone_into(&mut shown.outcome);
@@ -100,8 +163,7 @@ pub fn attempts(
         };
         attempts.insert(held.lease.attempt, shown);
     }
-    let older = attempts.len().saturating_sub(ATTEMPTS_SHOWN);
-    attempts.into_values().skip(older).collect()
+    attempts.into_values().collect()
 }
 
 fn far(progress: &Progress) -> String {
