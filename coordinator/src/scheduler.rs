@@ -18,6 +18,7 @@ mod placement;
 #[cfg(feature = "planted-bugs")]
 pub mod planted;
 mod retry;
+mod shared;
 mod state;
 mod task;
 #[cfg(test)]

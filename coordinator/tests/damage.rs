@@ -438,6 +438,33 @@ fn tables_ahead_of_the_journal_are_built_anew() {
 }
 
 #[test]
+fn tables_behind_a_gap_in_the_journal_keep_nothing_of_jobs_archived_in_it() {
+    // Small segments, so that the journal forgets its beginning; more tasks than tables write at once.
+    let truth = Truth::build(4 << 10, |past| {
+        let job = past.job(700, 700);
+        past.end(job);
+        past.archive(job);
+        for _ in 0..40 {
+            let job = past.job(20, 20);
+            past.end(job);
+            past.archive(job);
+        }
+    });
+    let before = Truth::build(1 << 20, |past| {
+        past.job(700, 700);
+    });
+    let of_live = tables_of(before.path(), before.last);
+    assert!(of_live.len() > 2000, "{} rows", of_live.len());
+    let fresh = scratch();
+    copy(truth.path(), fresh.path());
+    let expected = tables_of(fresh.path(), truth.last);
+    copy(&before.path().join(DIRECTORY), &truth.path().join(DIRECTORY));
+    assert!(journal::segments(disk().as_ref(), &truth.path().join("journal")).unwrap()[0].0 > before.last);
+    assert!(tables_of(truth.path(), truth.last) == expected);
+    assert_eq!(broken(truth.path()), 0);
+}
+
+#[test]
 fn tables_answer_for_tasks_attempts_events_and_scores() {
     let truth = Truth::build(1 << 20, |past| {
         let job = past.job(10, 10);

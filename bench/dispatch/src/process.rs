@@ -27,6 +27,32 @@ pub fn processor_time(pid: u32) -> Result<Duration> {
     Ok(Duration::from_millis(ticks.saturating_mul(1000) / per_second))
 }
 
+/// Keeps this process, and those it starts, on so many of the processors it may use: what was measured on two
+/// is then the same on a larger machine.
+pub fn keep_to(processors: usize) -> Result<()> {
+    let size = std::mem::size_of::<libc::cpu_set_t>();
+    // SAFETY: an all-zero set is the empty one; the calls get its size.
+    let (mut allowed, mut kept) = unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
+    let got = unsafe { libc::sched_getaffinity(0, size, &mut allowed) };
+    anyhow::ensure!(got == 0, "no affinity: {}", std::io::Error::last_os_error());
+    let all = 0..usize::try_from(libc::CPU_SETSIZE)?;
+    // SAFETY: every number is below the set's size.
+    for processor in all
+        .filter(|number| unsafe { libc::CPU_ISSET(*number, &allowed) })
+        .take(processors)
+    {
+        unsafe { libc::CPU_SET(processor, &mut kept) };
+    }
+    // SAFETY: as above.
+    let set = unsafe { libc::sched_setaffinity(0, size, &kept) };
+    anyhow::ensure!(
+        set == 0,
+        "cannot keep to {processors} processors: {}",
+        std::io::Error::last_os_error()
+    );
+    Ok(())
+}
+
 /// The most memory it ever had resident, MiB.
 pub fn peak_mib(pid: u32) -> Result<u64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
@@ -39,7 +65,7 @@ pub fn peak_mib(pid: u32) -> Result<u64> {
     Ok(kib.div_ceil(1024))
 }
 
-/// Processor time that other processes of the machine took since `before`, in whole processors' seconds.
+/// Processor time of all processes of the machine since it started.
 pub fn machine_time() -> Result<Duration> {
     let stat = std::fs::read_to_string("/proc/stat")?;
     let line = stat.lines().next().context("/proc/stat is empty")?;

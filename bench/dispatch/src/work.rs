@@ -33,6 +33,9 @@ pub struct Options {
     /// The coordinator's process, whose processor time is read.
     #[arg(long)]
     pid: u32,
+    /// Another process whose processor time is no disturbance: the followers.
+    #[arg(long)]
+    beside: Option<u32>,
     /// How many workers.
     #[arg(long, default_value_t = 64)]
     workers: usize,
@@ -95,7 +98,7 @@ pub async fn run(options: &Options) -> Result<()> {
         Some(ended) = workers.join_next() => bail!("a worker ended early: {:?}", ended?.err()),
     };
     submitter.abort();
-    let waits = collect(&mut workers, options).await?;
+    let waits = collect(&mut workers).await?;
     report(&measured, &waits)
 }
 
@@ -109,6 +112,12 @@ struct Span {
 
 async fn measure(options: &Options, counters: &Counters) -> Result<Span> {
     let own = std::process::id();
+    let ours = || -> Result<Duration> {
+        let beside = options
+            .beside
+            .map_or(Ok(Duration::ZERO), process::processor_time)?;
+        Ok(process::processor_time(own)?.saturating_add(beside))
+    };
     let done = || counters.acknowledged.load(Ordering::Relaxed);
     if options.total == 0 {
         tokio::time::sleep(Duration::from_secs(options.warm_up)).await;
@@ -117,7 +126,7 @@ async fn measure(options: &Options, counters: &Counters) -> Result<Span> {
     let at_start = (
         done(),
         process::processor_time(options.pid)?,
-        process::processor_time(own)?,
+        ours()?,
         process::machine_time()?,
     );
     if options.total == 0 {
@@ -129,7 +138,7 @@ async fn measure(options: &Options, counters: &Counters) -> Result<Span> {
     }
     let took = start.elapsed();
     let coordinator = process::processor_time(options.pid)?.saturating_sub(at_start.1);
-    let ours = process::processor_time(own)?.saturating_sub(at_start.2);
+    let ours = ours()?.saturating_sub(at_start.2);
     let machine = process::machine_time()?.saturating_sub(at_start.3);
     let others = machine.saturating_sub(coordinator).saturating_sub(ours);
     Ok(Span {
@@ -142,7 +151,7 @@ async fn measure(options: &Options, counters: &Counters) -> Result<Span> {
 }
 
 /// Tells the workers to stop; gives every wait, microseconds, the shortest first.
-async fn collect(workers: &mut JoinSet<Result<Vec<u32>>>, _: &Options) -> Result<Vec<u32>> {
+async fn collect(workers: &mut JoinSet<Result<Vec<u32>>>) -> Result<Vec<u32>> {
     STOP.store(1, Ordering::Relaxed);
     let mut waits = Vec::new();
     while let Some(ended) = workers.join_next().await {

@@ -3,6 +3,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use super::{AttemptId, Event, Gang, Now, Payload, State, TaskId, TaskPhase};
 
@@ -80,7 +81,7 @@ pub(super) fn promote_stale(state: &mut State, event: &Event) {
     let Some(task) = state.tasks.get_mut(task) else {
         return;
     };
-    task.phase = TaskPhase::Done {
+    Arc::make_mut(task).phase = TaskPhase::Done {
         attempt: *attempt,
         output: output.clone(),
     };
@@ -93,7 +94,7 @@ pub(super) fn forget_counters(state: &mut State) {
         return;
     }
     for task in state.tasks.values_mut() {
-        task.trouble = None;
+        Arc::make_mut(task).trouble = None;
     }
 }
 

@@ -3,6 +3,7 @@
 //! It is serde: a snapshot is its JSON. What can be derived ([`Index`]) is left out and built again.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -25,8 +26,9 @@ pub struct State {
     #[serde(default)]
     pub(super) term_starts: BTreeMap<Term, AttemptId>,
     pub(super) jobs: BTreeMap<JobId, Job>,
-    /// Tasks of jobs that are not archived. Boxed, so that the tree's half-empty nodes cost little.
-    pub(super) tasks: BTreeMap<TaskId, Box<Task>>,
+    /// Tasks of jobs that are not archived. Shared with copies of the state, so that copying one costs little.
+    #[serde(with = "super::shared")]
+    pub(super) tasks: BTreeMap<TaskId, Arc<Task>>,
     /// Attempts that hold a device.
     pub(super) attempts: BTreeMap<AttemptId, Attempt>,
     pub(super) workers: BTreeMap<WorkerId, Worker>,
@@ -206,6 +208,24 @@ impl State {
         }
     }
 
+    /// The state without what is derived: for whoever only writes it down.
+    #[must_use]
+    pub fn bare(&self) -> Self {
+        Self {
+            term: self.term,
+            last_job: self.last_job,
+            last_task: self.last_task,
+            last_attempt: self.last_attempt,
+            term_starts: self.term_starts.clone(),
+            jobs: self.jobs.clone(),
+            tasks: self.tasks.clone(),
+            attempts: self.attempts.clone(),
+            workers: self.workers.clone(),
+            archived: self.archived.clone(),
+            index: Index::default(),
+        }
+    }
+
     /// A state that knows nothing but this job and its tasks, as an archive holds it.
     pub fn alone(&self, job: JobId) -> Option<Self> {
         let known = self.jobs.get(&job)?;
@@ -228,17 +248,18 @@ impl State {
     /// Builds what is derived. [`super::apply`] keeps it; only who reads a state from elsewhere needs this.
     pub fn reindex(&mut self) {
         for task in self.tasks.values_mut() {
-            let stage = self
-                .jobs
-                .get(&task.job)
-                .and_then(|job| job.stages.get(task.stage));
-            task.kind = stage.map(|stage| stage.kind.clone()).unwrap_or_default();
+            let job = self.jobs.get(&task.job);
+            let stage = job.and_then(|job| job.stages.get(task.stage));
+            let kind = stage.map(|stage| stage.kind.clone()).unwrap_or_default();
+            if task.kind != kind {
+                Arc::make_mut(task).kind = kind;
+            }
         }
         self.index = Index::of(self);
     }
 
     pub(super) fn task_mut(&mut self, task: TaskId) -> Option<&mut Task> {
-        self.tasks.get_mut(&task).map(AsMut::as_mut)
+        self.tasks.get_mut(&task).map(Arc::make_mut)
     }
 
     /// Where a waiting task stands in line, and in which.

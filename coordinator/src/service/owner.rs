@@ -337,7 +337,7 @@ impl Owner {
         let Some(due) = self.journal.snapshot_due() else {
             return;
         };
-        let state = self.state.clone();
+        let state = self.state.bare();
         let work = Box::new(move || Request::SnapshotEnded(due.take(&state)));
         self.surroundings.beside.spawn(work);
     }

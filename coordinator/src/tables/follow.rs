@@ -21,8 +21,6 @@ const INTERVAL: Duration = Duration::from_millis(100);
 const REST: u32 = 9;
 /// How long tables that could not keep up wait for the rush to end before they are built anew.
 const RUSH: Duration = Duration::from_secs(30);
-/// Rows of a change, about.
-const CHANGE_ROWS: usize = 4096;
 
 /// Why the tables cannot go on as they are.
 enum Trouble {
@@ -245,7 +243,7 @@ fn follow(store: &mut Store, tailing: &mut Tailing, durable: u64) -> Result<Step
             return Err(Trouble::Tables(what));
         }
         let last = tailing.last();
-        let is_enough = change.len() >= CHANGE_ROWS || last >= durable || last == was;
+        let is_enough = change.is_enough() || last >= durable || last == was;
         if step == Step::Gone || is_enough {
             if last > 0 && step != Step::Gone {
                 change.commit(last).map_err(Trouble::Tables)?;

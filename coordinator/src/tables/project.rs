@@ -80,10 +80,12 @@ pub fn event(change: &mut Change<'_>, place: Place, event: &Event) -> Result<(),
     }
 }
 
-/// Takes a job that is archived already: where its tasks went, and what it found.
+/// Takes a job that is archived already: where its tasks went, and what it found. What the tables had of it
+/// from the time before goes.
 pub fn archive(change: &mut Change<'_>, archive: &Archive) -> Result<(), String> {
     let tasks: Vec<TaskId> = archive.state.tasks().map(|task| task.id).collect();
     for job in archive.state.jobs() {
+        archived(change, job.id)?;
         ranges(change, job.id, &tasks)?;
     }
     state(change, &archive.state, false)
@@ -93,6 +95,7 @@ pub fn archive(change: &mut Change<'_>, archive: &Archive) -> Result<(), String>
 pub fn snapshot(change: &mut Change<'_>, snapshot: &State) -> Result<(), String> {
     for worker in snapshot.workers() {
         change.put(keys::worker(worker.id), &worker.name)?;
+        change.ease()?;
     }
     state(change, snapshot, true)
 }
@@ -113,6 +116,7 @@ fn state(change: &mut Change<'_>, state: &State, with_tasks: bool) -> Result<(),
         if let (true, Some(stage)) = (with_tasks, stage) {
             put_task(change, &row_of(task, &stage.name))?;
         }
+        change.ease()?;
     }
     Ok(())
 }
@@ -154,6 +158,7 @@ fn planned(change: &mut Change<'_>, job: JobId, stages: &[StageRecord]) -> Resul
                 standing: TaskStanding::Waiting,
             };
             put_task(change, &row)?;
+            change.ease()?;
         }
     }
     Ok(())
@@ -315,23 +320,28 @@ fn abandon(change: &mut Change<'_>, job: JobId) -> Result<(), String> {
     Ok(())
 }
 
-/// The archive has the job whole: only where its tasks went stays, and what it found.
+/// The archive has the job whole: only where its tasks went stays, and what it found. Where they went is noted
+/// first, and a task is struck off the job's list with its last row: so a change may be eased in between.
 fn archived(change: &mut Change<'_>, job: JobId) -> Result<(), String> {
-    let mut tasks = Vec::new();
-    for key in change.keys(&keys::tasks_of(job))? {
-        tasks.extend(keys::number(&key, 1).map(TaskId));
-        change.remove(key);
-    }
-    for task in &tasks {
-        change.remove(keys::task(*task));
-        for key in change.keys(&keys::attempts_of(*task))? {
+    let listed = change.keys(&keys::tasks_of(job))?;
+    let tasks: Vec<TaskId> = listed
+        .iter()
+        .filter_map(|key| keys::number(key, 1).map(TaskId))
+        .collect();
+    ranges(change, job, &tasks)?;
+    for task in tasks {
+        for key in change.keys(&keys::attempts_of(task))? {
             change.remove(key);
         }
+        change.remove(keys::task(task));
+        change.remove(keys::task_of(job, task));
+        change.ease()?;
     }
     for key in change.keys(&keys::events_of(job))? {
         change.remove(key);
+        change.ease()?;
     }
-    ranges(change, job, &tasks)
+    Ok(())
 }
 
 fn ranges(change: &mut Change<'_>, job: JobId, tasks: &[TaskId]) -> Result<(), String> {

@@ -16,6 +16,9 @@ use crate::scheduler::{JobId, TaskId};
 /// The newest form of keys and rows. Tables of any other are built anew.
 pub const SCHEMA: u32 = 1;
 
+/// Rows of a change, about.
+const CHANGE_ROWS: usize = 512;
+
 /// Where the tables stand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Meta {
@@ -144,9 +147,10 @@ impl Change<'_> {
             .collect())
     }
 
-    /// How many rows have changed.
-    pub fn len(&self) -> usize {
-        self.pending.len()
+    /// Whether it has grown so large that it should be committed before more is added: sled keeps in memory
+    /// all that a batch touches.
+    pub fn is_enough(&self) -> bool {
+        self.pending.len() >= CHANGE_ROWS
     }
 
     fn stored(&self, key: &[u8]) -> Result<Option<Vec<u8>>, String> {
@@ -154,11 +158,25 @@ impl Change<'_> {
         Ok(stored.map(|value| value.to_vec()))
     }
 
+    /// Writes what there is when it is enough, and leaves the change empty to go on with. The position stays
+    /// where it was: what is written so is written again after a crash, to the same end.
+    pub fn ease(&mut self) -> Result<(), String> {
+        if self.is_enough() {
+            self.write(self.store.meta.position)?;
+        }
+        Ok(())
+    }
+
     /// Writes it all, with the frame it reflects.
-    pub fn commit(self, position: u64) -> Result<(), String> {
+    pub fn commit(mut self, position: u64) -> Result<(), String> {
+        self.write(position)
+    }
+
+    fn write(&mut self, position: u64) -> Result<(), String> {
+        let pending = std::mem::take(&mut self.pending);
         let mut batch = Batch::default();
         let mut digest = self.store.meta.digest;
-        for (key, row) in &self.pending {
+        for (key, row) in &pending {
             if let Some(before) = self.stored(key)? {
                 digest = digest.wrapping_sub(digest_of(key, &before));
             }

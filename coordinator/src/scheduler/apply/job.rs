@@ -1,6 +1,7 @@
 //! What happens to a job as a whole.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use crate::scheduler::index::{Class, Turn};
 use crate::scheduler::{
@@ -152,7 +153,7 @@ pub fn planned(state: &mut State, id: JobId, revision: u64, stages: &[StageRecor
     for task in made {
         let id = task.id;
         state.last_task = state.last_task.max(id);
-        state.tasks.insert(id, Box::new(task));
+        state.tasks.insert(id, Arc::new(task));
         line_up(state, id);
     }
 }
