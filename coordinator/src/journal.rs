@@ -22,7 +22,7 @@ mod sealed;
 pub(crate) mod segment;
 pub(crate) mod snapshot;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod writer;
 
 use std::io;

@@ -30,6 +30,7 @@ use espalier_artifact::{ArtifactStore, ObjectArea};
 pub use restore::{Restored, restore};
 pub use shipper::Shipper;
 
+use crate::journal::disk::{Disk, SystemDisk};
 use crate::metrics::Metrics;
 use crate::service::surroundings::Clock;
 use crate::term::claims::{Claimant, store_error};
@@ -160,7 +161,7 @@ impl Prepared {
     /// # Errors
     /// When the directory cannot be written.
     pub fn settled(&self) -> Result<()> {
-        remove_if_there(&self.options.data_dir.join(RESTORING_FILE))
+        unmark(&SystemDisk, &self.options.data_dir)
     }
 
     /// The shipper of this term.
@@ -179,8 +180,7 @@ async fn restore_where_empty(data_dir: &Path, area: &ObjectArea, claims: &Claims
     if claims.is_empty() && !interrupted {
         return Ok(false);
     }
-    std::fs::write(&marker, b"the journal is being built from the store\n")
-        .map_err(file_error("write", &marker))?;
+    mark(&SystemDisk, data_dir)?;
     let restored = restore(area, &claims, data_dir).await?;
     tracing::info!(
         snapshot = restored.snapshot,
@@ -218,7 +218,6 @@ fn claimant(data_dir: &Path) -> Result<String> {
         }
         Ok(_) | Err(_) => {}
     }
-    use crate::journal::disk::{Disk, SystemDisk};
     let name = random();
     SystemDisk
         .write_whole(&path, name.as_bytes())
@@ -239,10 +238,23 @@ fn host() -> String {
     if named.is_empty() { "unknown host" } else { named }.to_owned()
 }
 
-fn remove_if_there(path: &Path) -> Result<()> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(file_error("remove", path)(error)),
-        Ok(()) | Err(_) => Ok(()),
+/// Says, before anything else is written, that the journal is being built.
+fn mark(disk: &dyn Disk, data_dir: &Path) -> Result<()> {
+    let marker = data_dir.join(RESTORING_FILE);
+    disk.write_whole(&marker, b"the journal is being built from the store\n")
+        .map_err(file_error("write", &marker))
+}
+
+/// Takes that back for good: a marker that came back when the power went would have the next start throw away
+/// what was acknowledged since.
+fn unmark(disk: &dyn Disk, data_dir: &Path) -> Result<()> {
+    let marker = data_dir.join(RESTORING_FILE);
+    match disk.remove(&marker) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(file_error("remove", &marker)(error)),
+        Ok(()) => disk
+            .sync_directory(data_dir)
+            .map_err(file_error("sync", data_dir)),
     }
 }
 

@@ -1,6 +1,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-mod faulty;
+pub(crate) mod faulty;
 mod follow;
 mod snapshots;
 

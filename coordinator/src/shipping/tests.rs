@@ -7,8 +7,9 @@ use std::time::Duration;
 use espalier_artifact::{ArtifactStore, ObjectArea};
 
 use super::chain::{Piece, Snapshot, Step, after, reach, sound};
-use super::{Options, Progress, Shipper, restore};
-use crate::journal::disk::SystemDisk;
+use super::{Options, Progress, RESTORING_FILE, Shipper, mark, restore, unmark};
+use crate::journal::disk::{Disk, SystemDisk};
+use crate::journal::tests::faulty::FaultyDisk;
 use crate::journal::{self, Fold, Journal};
 use crate::metrics::Metrics;
 use crate::term::Claim;
@@ -172,4 +173,18 @@ async fn a_damaged_piece_is_refused_by_name() {
     area.put(&key, b"other bytes").await.unwrap();
     let refused = restore(&area, &[claim(1, 1)], &directory.path().join("new")).await;
     assert!(refused.unwrap_err().to_string().contains(&key));
+}
+
+#[test]
+fn that_a_journal_is_being_built_survives_a_power_cut_and_so_does_that_it_was() {
+    let data_dir = Path::new("/data");
+    let marker = data_dir.join(RESTORING_FILE);
+    let disk = FaultyDisk::default();
+    mark(&disk, data_dir).unwrap();
+    let disk = disk.after_power_cut(0, false);
+    assert!(!disk.read(&marker).unwrap().is_empty());
+    unmark(&disk, data_dir).unwrap();
+    let disk = disk.after_power_cut(0, false);
+    assert!(disk.read(&marker).is_err());
+    unmark(&disk, data_dir).unwrap();
 }
