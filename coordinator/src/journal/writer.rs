@@ -120,7 +120,12 @@ impl Journal {
         self.next.saturating_sub(1)
     }
 
-    /// The same for those who read along beside the loop: grows with every commit.
+    /// The frame that what is appended next will be.
+    pub fn next(&self) -> u64 {
+        self.next.saturating_add(self.buffered)
+    }
+
+    /// The last durable frame, for those who read along beside the loop: grows with every commit.
     pub fn position(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.position)
     }
@@ -139,7 +144,7 @@ impl Journal {
             return Ok(());
         }
         let at = frame::begin(&mut self.buffer);
-        let sequence = self.next.saturating_add(self.buffered);
+        let sequence = self.next();
         let appended = serde_json::to_writer(&mut self.buffer, events)
             .map_err(|error| io_error("encode events for", &self.path)(error.into()))
             .and_then(|()| {

@@ -291,7 +291,7 @@ impl State {
     }
 
     /// The term in which this history gave the attempt out.
-    fn term_of(&self, attempt: AttemptId) -> Option<Term> {
+    pub fn term_of(&self, attempt: AttemptId) -> Option<Term> {
         let before = self.term_starts.iter().rev().find(|(_, last)| **last < attempt);
         before.map(|(term, _)| *term)
     }

@@ -371,6 +371,7 @@ impl Owner {
         if self.full_until.is_some() && self.before.is_none() && !events.is_empty() {
             self.before = Some(Box::new(self.state.clone()));
         }
+        let frame = self.journal.next();
         self.journal
             .append(&events)
             .map_err(|error| Rejection::Invalid(error.to_string()))?;
@@ -382,7 +383,7 @@ impl Owner {
             self.observe(event);
             apply(&mut self.state, event);
             if let Some(witness) = &self.surroundings.witness {
-                witness.applied(&self.state, event);
+                witness.applied(&self.state, event, frame);
             }
             self.note_trouble(event);
             self.effects.extend(effects(&self.state, event));

@@ -34,8 +34,8 @@ pub trait Beside: Send + Sync + 'static {
 
 /// Sees every event as it is applied, before it is durable. The simulation checks invariants with it.
 pub trait Witness: Send + Sync + 'static {
-    /// The state right after an event.
-    fn applied(&self, state: &State, event: &Event);
+    /// The state right after an event, and the journal's frame that will hold it.
+    fn applied(&self, state: &State, event: &Event, frame: u64);
 }
 
 /// What a loop is given.

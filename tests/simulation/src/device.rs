@@ -279,7 +279,7 @@ impl World {
             )
         });
         if news == News::Output {
-            self.oracle.completed(&lease, task);
+            self.oracle.completed(&lease, gone.gang.is_some());
         } else {
             self.leaves_gang(&gone);
         }

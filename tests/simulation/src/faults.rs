@@ -98,11 +98,6 @@ pub fn draw(seed: u64, workers: usize, count: usize, before: Time) -> (Vec<Fault
         let at = Time(dice.between(1, before.0.max(2)));
         let kind = draw_kind(&mut dice, workers);
         let lasts = dice.scale(Duration::from_millis(200), Duration::from_secs(900));
-        // A full disk makes the loop replay its journal every two seconds: of a long run, a minute is enough.
-        let lasts = match kind {
-            Kind::DiskFull if workers > 16 => lasts.min(Duration::from_secs(60)),
-            _ => lasts,
-        };
         // All is over when calm begins.
         let lasts = lasts.min(before - at);
         Fault { at, lasts, kind }

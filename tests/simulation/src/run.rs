@@ -7,6 +7,7 @@ use espalier_coordinator::scheduler::{Job, JobPhase, State, TaskPhase};
 use crate::clock::{Queue, Time};
 use crate::coordinator::CoordinatorMachine;
 use crate::dice::Dice;
+use crate::disk::Figures;
 use crate::gangs::Gangs;
 use crate::network::Network;
 use crate::oracle::Oracle;
@@ -38,6 +39,8 @@ pub struct Report {
     pub jobs: BTreeMap<&'static str, u64>,
     /// Faults by kind.
     pub faults: BTreeMap<&'static str, u64>,
+    /// What coordinators' disks did, and did badly.
+    pub disks: Figures,
     /// When everything had ended.
     pub ended_at: Time,
 }
@@ -226,6 +229,10 @@ impl World {
         for summary in archived {
             *jobs.entry(summary.ended.name()).or_default() += 1;
         }
+        let mut disks = Figures::default();
+        for machine in &self.coordinators {
+            disks += machine.disk.figures();
+        }
         Report {
             hash: self.trace.hash(),
             steps: self.trace.steps(),
@@ -233,6 +240,7 @@ impl World {
             acknowledged: self.oracle.acknowledged_count() as u64,
             jobs,
             faults: self.injected.clone(),
+            disks,
             ended_at: self.now(),
         }
     }

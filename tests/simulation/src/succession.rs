@@ -80,6 +80,7 @@ impl World {
         if self.store.reaches(machine) && !known.paused {
             let copied = known.disk.copied();
             self.store.ship(machine, Shipped { at: now, copied });
+            self.oracle.shipped(machine);
         }
         self.queue.after(SHIPPING, Event::Ships { machine, life });
     }
@@ -127,11 +128,14 @@ impl World {
         let now = self.now();
         new.clock.set(now);
         old.disk.copy(&shipped.copied, &new.disk);
+        // It lies there whoever goes on from it.
+        let copied = new.disk.copied();
+        self.store.ship(to, Shipped { copied, ..shipped });
         self.store.restored(to);
         self.trace.step(now, "takes over", from as u64, to as u64, || {
             format!("machine {to} takes over from {from} as of {}", shipped.at)
         });
-        self.oracle.takes_over(from, to, shipped.at);
+        self.oracle.takes_over(from, to)?;
         self.address = to;
         self.start_coordinator(to)
     }

@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Context, bail};
 use clap::Parser;
+use espalier_simulation::disk::Figures;
 use espalier_simulation::plan::Plan;
 use espalier_simulation::run::{Report, Violation, run};
 use espalier_simulation::trace::Trace;
@@ -204,7 +205,9 @@ fn all(seeds: &[Seed], threads: usize) -> ExitCode {
 fn summary(reports: &[Report]) {
     let mut faults: BTreeMap<&str, u64> = BTreeMap::new();
     let mut jobs: BTreeMap<&str, u64> = BTreeMap::new();
+    let mut disks = Figures::default();
     for report in reports {
+        disks += report.disks;
         for (kind, count) in &report.faults {
             *faults.entry(kind).or_default() += count;
         }
@@ -215,6 +218,7 @@ fn summary(reports: &[Report]) {
     let sum = |of: fn(&Report) -> u64| reports.iter().map(of).sum::<u64>();
     show(&format!("faults: {faults:?}"));
     show(&format!("jobs: {jobs:?}"));
+    show(&format!("disks: {disks:?}"));
     show(&format!(
         "{} steps, {} durable events, {} acknowledged completions",
         sum(|report| report.steps),
