@@ -172,6 +172,13 @@ async fn what_a_user_wrote_is_shown_and_never_run() {
 }
 
 #[tokio::test]
+async fn what_the_page_hides_stays_hidden_whatever_its_class() {
+    let (_, page) = page_of("/").await;
+    assert!(page.contains("id=\"gone\" hidden"), "{page}");
+    assert!(page.contains("[hidden]{display:none!important}"), "{page}");
+}
+
+#[tokio::test]
 async fn the_api_says_what_is_wrong_in_json() {
     let error = |body: &str| serde_json::from_str::<serde_json::Value>(body).unwrap()["error"].to_string();
     let (status, body) = page_of("/api/v1/jobs/job-7").await;
