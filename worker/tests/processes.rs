@@ -161,6 +161,31 @@ async fn a_child_that_is_replaced_is_gone_before_the_next_one_starts() {
 }
 
 #[tokio::test]
+async fn a_cancelled_attempt_leaves_no_process_on_its_device() {
+    let mut device = Device::start("parent-of-one");
+    device.run(1, &long_profile(), None).await;
+    device.wait_for_progress(1).await;
+    let children = children_of(std::process::id(), device.marker());
+    let [child] = children[..] else {
+        panic!("{children:?}")
+    };
+    assert_eq!(
+        processes_of_group(child).len(),
+        2,
+        "the child and what it started are at work"
+    );
+    let stop = Command::Stop {
+        lease: lease(1),
+        checkpoint: false,
+    };
+    device.commands.send(stop).await.unwrap();
+    let (ended, _) = device.until_it_ends(1).await;
+    assert_eq!(ended, Ended::Stopped);
+    wait_until("the group is gone", || processes_of_group(child).is_empty());
+    device.stop().await;
+}
+
+#[tokio::test]
 async fn a_device_that_does_not_come_free_is_told_and_not_used() {
     let mut device = Device::without_memory("child", Duration::from_millis(50));
     device.run(1, &long_profile(), None).await;

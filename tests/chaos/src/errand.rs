@@ -24,6 +24,8 @@ pub struct Errand {
     pub millis: u64,
     /// Whether it keeps every processor busy all that time.
     pub busy: bool,
+    /// Whether its child starts a process of its own for it, which only the child's end or a kill of its group ends.
+    pub brings_process: bool,
     /// How it ends.
     pub ending: Ending,
 }

@@ -91,6 +91,7 @@ pub async fn run(plan: Plan, progress: impl Fn(usize)) -> Result<Report> {
         errands: 60,
         millis: 60,
         busy: false,
+        brings_process: false,
         doomed: "-doomed".to_owned(),
     };
     let mut rig = Rig::start(story.clone(), 4, Duration::from_secs(30), false)?;

@@ -53,6 +53,7 @@ pub async fn run(asleep: bool) -> Result<Report> {
         errands: 400,
         millis: 200,
         busy: false,
+        brings_process: false,
         doomed: "-doomed".to_owned(),
     };
     let mut rig = Rig::start(story.clone(), 4, Duration::from_secs(30), true)?;

@@ -19,6 +19,8 @@ pub struct Story {
     pub millis: u64,
     /// Whether they keep every processor busy.
     pub busy: bool,
+    /// Whether each starts a process of its own.
+    pub brings_process: bool,
     /// A job whose output's name ends in this has one errand more in its first stage, which always crashes.
     pub doomed: String,
 }
@@ -28,16 +30,22 @@ impl Story {
         let mut tasks = Vec::new();
         for errand in 0..self.errands {
             let share = u64::try_from(errand % 7).unwrap_or(0) + 1;
-            let millis = (self.millis * share / 7).max(1);
-            tasks.push(task(
-                &format!("{job}/{number}/{errand}"),
-                millis,
-                Ending::Well,
-                self.busy,
-            )?);
+            tasks.push(task(Errand {
+                name: format!("{job}/{number}/{errand}"),
+                millis: (self.millis * share / 7).max(1),
+                busy: self.busy,
+                brings_process: self.brings_process,
+                ending: Ending::Well,
+            })?);
         }
         if number == 0 && job.ends_with(&self.doomed) {
-            tasks.push(task(&format!("{job}/doomed"), self.millis, Ending::Crash, false)?);
+            tasks.push(task(Errand {
+                name: format!("{job}/doomed"),
+                millis: self.millis,
+                busy: false,
+                brings_process: false,
+                ending: Ending::Crash,
+            })?);
         }
         let name = format!("calibrate-{number}");
         Ok(StagePlan {
@@ -51,17 +59,11 @@ impl Story {
     }
 }
 
-fn task(name: &str, millis: u64, ending: Ending, busy: bool) -> Result<TaskPlan, String> {
-    let errand = Errand {
-        name: name.to_owned(),
-        millis,
-        busy,
-        ending,
-    };
+fn task(errand: Errand) -> Result<TaskPlan, String> {
     let spec = errand.to_spec().map_err(|error| error.to_string())?;
     let payload = serde_json::to_string(&spec).map_err(|error| error.to_string())?;
     Ok(TaskPlan {
-        name: name.to_owned(),
+        name: errand.name,
         payload: Payload::from(payload),
         exclusive: false,
         needs: Needs::default(),

@@ -2,13 +2,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use espalier_chaos::ledger::What;
 use espalier_chaos::process::program;
 use espalier_chaos::rig::Rig;
 use espalier_chaos::story::Story;
 use espalier_proto::v1::JobState;
+use espalier_worker::agent::memory::processes_of_group;
 
 const END: Duration = Duration::from_secs(120);
 
@@ -18,6 +19,7 @@ fn story(millis: u64, busy: bool) -> Story {
         errands: 1,
         millis,
         busy,
+        brings_process: false,
         doomed: "-doomed".to_owned(),
     }
 }
@@ -50,4 +52,49 @@ async fn waiting_for_a_job_that_failed_does_not_exit_as_if_it_had_succeeded() {
         "{}",
         String::from_utf8_lossy(&waited.stderr)
     );
+}
+
+/// The device's child, and what it started.
+fn at_work(worker: u32) -> Option<i32> {
+    let group = children_of(worker).first().copied()?;
+    (processes_of_group(group).len() == 2).then_some(group)
+}
+
+fn children_of(parent: u32) -> Vec<i32> {
+    let children = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children"));
+    let children = children.unwrap_or_default();
+    children
+        .split_whitespace()
+        .filter_map(|id| id.parse().ok())
+        .collect()
+}
+
+async fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(start.elapsed() < END, "{what}: not within {END:?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test]
+async fn cancelling_a_job_leaves_no_process_on_its_device() {
+    let story = Story {
+        brings_process: true,
+        ..story(7 * 3_600_000, false)
+    };
+    let mut rig = Rig::start(story, 1, Duration::from_secs(30), false).unwrap();
+    let id = rig.submit("job0").await.unwrap();
+    let worker = rig.worker(0).unwrap().id();
+    let group = wait_for("a child and its own process", || at_work(worker)).await;
+    rig.client().await.unwrap().cancel(&id, "enough").await.unwrap();
+    let ended = rig.end_of(&id, END).await.unwrap();
+    assert_eq!(ended.state(), JobState::Cancelled, "{}", ended.message);
+    wait_for("the child's group is gone", || {
+        processes_of_group(group).is_empty().then_some(())
+    })
+    .await;
 }

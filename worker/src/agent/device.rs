@@ -273,6 +273,11 @@ impl Runner {
     /// Makes an end of an outcome, and gives the device up where that is called for.
     async fn conclude(&mut self, lease: Lease, outcome: Outcome) -> Option<Ended> {
         Some(match outcome {
+            // Whatever it had started for the attempt would go on holding the device.
+            Outcome::Ended(Ended::Stopped) => {
+                self.end_child().await;
+                Ended::Stopped
+            }
             Outcome::Ended(ended) => ended,
             Outcome::Failed(failure) => {
                 // A task refused for what it asks says nothing against the child and the model it holds.
