@@ -161,6 +161,10 @@ pub(crate) struct Worker {
     /// On shutdown, how long running attempts may take to end.
     #[arg(long, env = "ESPALIER_DRAIN_TIMEOUT", default_value = "60s", value_parser = duration)]
     pub drain_timeout: Duration,
+    /// An attempt that computes nothing, moves no bytes and tells no progress for this long is killed as hung and
+    /// tried again; at least 10s.
+    #[arg(long, env = "ESPALIER_HANG_TIMEOUT", default_value = "10m", value_parser = interval)]
+    pub hang_timeout: Duration,
     /// End when the process that started this one ends.
     #[arg(long, hide = true)]
     pub with_parent: bool,

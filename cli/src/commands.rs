@@ -97,6 +97,7 @@ pub(crate) async fn worker(arguments: args::Worker) -> anyhow::Result<()> {
     let mut options = WorkerOptions::cpu(&arguments.coordinator, &name, arguments.threads);
     options.host = host_name();
     options.drain_timeout = arguments.drain_timeout;
+    options.child.hang_timeout = arguments.hang_timeout;
     let shutdown = Shutdown::default();
     let running = espalier_worker::run(options, shutdown.clone());
     tokio::pin!(running);

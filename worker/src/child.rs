@@ -5,6 +5,7 @@
 //! with everything it started, whatever it computes. Leases, retries and the coordinator are the agent's
 //! affair.
 
+mod alive;
 pub mod protocol;
 mod rank;
 mod stop;
@@ -21,6 +22,7 @@ use espalier_proto::task::{Failure, FailureKind, Progress};
 use crate::executor::{Caches, Context, execute};
 use crate::trace::{Names, attempt_span};
 use crate::{Error, Result};
+use alive::Alive;
 use protocol::{Order, Reply, Request};
 use stop::Stops;
 
@@ -168,6 +170,10 @@ impl Child {
             Box::new(move || stops.asked(attempt)),
         )
         .with_attempt(attempt);
+        let sink = Arc::clone(&self.output);
+        let _alive = Alive::watch(context.pulse(), alive::INTERVAL, move || {
+            reply(&sink, &Reply::Alive { attempt });
+        })?;
         let output = Box::new(execute(&context, &mut self.caches, &order.spec)?);
         Ok(Reply::Output { attempt, output })
     }

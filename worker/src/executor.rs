@@ -13,6 +13,7 @@ mod export;
 mod ingest;
 mod multiple_choice;
 mod profile;
+mod pulse;
 mod rank;
 mod recover;
 mod score;
@@ -25,6 +26,7 @@ use espalier_proto::task::{TaskOutput, TaskSpec};
 use crate::Result;
 pub use caches::{Caches, Resident};
 pub use context::{Context, ProgressSink, Stop, StopFlag};
+pub use pulse::Pulse;
 
 /// Runs one task to its end.
 ///

@@ -229,6 +229,32 @@ fn ranking_whole_candidates_agrees_with_the_depth_order() {
 }
 
 #[test]
+fn an_attempt_beats_with_every_operation_even_where_it_tells_nothing() {
+    let mut bench = Bench::new();
+    let ingested = bench.ingest();
+    let context = Context::new(&bench.store, Box::new(|_| ()), Box::new(|| None));
+    let pulse = context.pulse();
+    let spec = TaskSpec::Evaluate(Evaluate {
+        parent: ingested.parent.clone(),
+        student: None,
+        validation: ingested.validation.clone(),
+        benchmarks: Vec::new(),
+        benchmark_examples: 0,
+    });
+    let [first, second] = [(); 2].map(|()| {
+        let before = pulse.beats();
+        execute(&context, &mut bench.caches, &spec).unwrap();
+        pulse.beats() - before
+    });
+    let blocks = ingested.architecture.blocks.len() as u64;
+    // The second finds the parent and its activations in memory: to load and to compute them tells no progress.
+    assert!(
+        first > second + 4 * blocks,
+        "{first} beats, {second} of them after loading, {blocks} blocks"
+    );
+}
+
+#[test]
 fn a_profile_has_a_row_for_every_shape_and_the_base_at_every_point() {
     let mut bench = Bench::new();
     let ingested = bench.ingest();

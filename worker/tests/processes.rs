@@ -231,3 +231,21 @@ async fn a_child_that_ignores_a_checkpoint_is_killed_by_the_stop_that_follows() 
     assert_eq!(ended, Ended::Stopped);
     device.stop().await;
 }
+
+#[tokio::test]
+async fn an_attempt_that_says_it_is_alive_is_not_hung_and_one_that_says_nothing_is() {
+    let script = r#"read line
+        for second in 1 2 3 4 5 6; do echo '{"reply":"alive","attempt":1}'; sleep 1; done
+        exec sleep 3600"#;
+    let mut device = Device::script_hung_after(script, Duration::from_secs(3));
+    let start = Instant::now();
+    device.run(1, &long_profile(), None).await;
+    let failure = device.failure(1).await;
+    assert_eq!(failure.kind, FailureKind::Hung, "{failure:?}");
+    let lived = start.elapsed();
+    assert!(
+        lived > Duration::from_secs(6),
+        "killed while it said that it lived: {lived:?}"
+    );
+    device.stop().await;
+}

@@ -7,6 +7,9 @@ use espalier_proto::v1::Device;
 
 use crate::{Error, Result};
 
+/// An attempt says once a second that it is alive; a shorter limit would kill one on a busy machine.
+const SHORTEST_HANG_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// What a worker is told at start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerOptions {
@@ -46,7 +49,7 @@ pub struct ChildOptions {
     pub program: Option<PathBuf>,
     /// Its arguments.
     pub arguments: Vec<String>,
-    /// An attempt that tells no progress for this long is killed as hung.
+    /// An attempt that computes nothing, moves no bytes and tells no progress for this long is killed as hung.
     pub hang_timeout: Duration,
     /// A cancelled attempt that has not stopped after this long is killed.
     pub stop_timeout: Duration,
@@ -88,6 +91,13 @@ impl WorkerOptions {
             return invalid(format!(
                 "worker name is {:?}, expected 1 to 64 letters, digits, '-', '_' or '.'",
                 self.name
+            ));
+        }
+        if self.child.hang_timeout < SHORTEST_HANG_TIMEOUT {
+            return invalid(format!(
+                "the hang timeout is {} ms, expected at least {} s",
+                self.child.hang_timeout.as_millis(),
+                SHORTEST_HANG_TIMEOUT.as_secs()
             ));
         }
         if self.devices.is_empty() {

@@ -80,6 +80,11 @@ pub enum Reply {
         /// How far.
         progress: Progress,
     },
+    /// The attempt works on, and has no progress to tell.
+    Alive {
+        /// Which.
+        attempt: u64,
+    },
     /// The attempt, a rank of a gang, stands ready.
     Prepared {
         /// Which.

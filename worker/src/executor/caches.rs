@@ -234,6 +234,7 @@ fn run_batches(
         let mut hidden = resident.runner.embed(&tokens)?;
         let mut inputs = Vec::new();
         for index in 0..blocks {
+            context.check_cancelled()?;
             let output = resident.runner.block(index, &hidden, layout)?;
             let input = std::mem::replace(&mut hidden, output);
             if keep {

@@ -11,6 +11,7 @@ use espalier_model::ops::Operations;
 use espalier_model::ops::cpu::CpuOperations;
 use espalier_proto::task::{ArtifactId, Progress};
 
+use super::pulse::{Beating, Pulse};
 use crate::{Error, Result};
 
 /// Progress is passed on at most this often; the last of a stage always is.
@@ -42,12 +43,15 @@ pub struct Context<'a> {
     stop: StopFlag,
     leaves_checkpoints: Cell<bool>,
     last_progress: Cell<Option<Instant>>,
+    pulse: Pulse,
 }
 
 impl<'a> Context<'a> {
     /// An attempt on the CPU.
     pub fn new(store: &'a BlockingStore, progress: ProgressSink, stop: StopFlag) -> Self {
-        let operations: Arc<dyn Operations> = Arc::new(CpuOperations::new());
+        let pulse = Pulse::default();
+        let operations: Arc<dyn Operations> =
+            Arc::new(Beating::new(Box::new(CpuOperations::new()), pulse.clone()));
         Self {
             operations,
             store,
@@ -56,7 +60,13 @@ impl<'a> Context<'a> {
             stop,
             leaves_checkpoints: Cell::new(false),
             last_progress: Cell::new(None),
+            pulse,
         }
+    }
+
+    /// What beats as long as the attempt is alive, whether it tells progress or not.
+    pub fn pulse(&self) -> Pulse {
+        self.pulse.clone()
     }
 
     /// The same for the attempt of this number.
@@ -100,6 +110,7 @@ impl<'a> Context<'a> {
     /// # Errors
     /// [`Error::Cancelled`] when it should.
     pub fn check_cancelled(&self) -> Result<()> {
+        self.pulse.beat();
         match (self.stop)() {
             Some(Stop::AfterCheckpoint) if self.leaves_checkpoints.get() => Ok(()),
             Some(Stop::Now | Stop::AfterCheckpoint) => Err(Error::Cancelled),

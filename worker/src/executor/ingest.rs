@@ -55,7 +55,7 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Ingest) -> 
     let (documents, empty_documents) = (reader.documents, reader.empty);
 
     context.progress(2, 4, "steps", || format!("tokenising {documents} documents"))?;
-    let roles = tokenise(&parent, task, validation_text, train, train_read)?;
+    let roles = tokenise(context, &parent, task, validation_text, train, train_read)?;
     context.progress(3, 4, "steps", || "storing shards".to_owned())?;
     let store = |sequences: &Sequences| shard::write(context.store, sequences);
     let pieces = |sequences: &Sequences, tokens: usize| -> Result<Vec<Shard>> {
@@ -189,6 +189,7 @@ struct Roles {
 }
 
 fn tokenise(
+    context: &Context<'_>,
     parent: &Parent,
     task: &Ingest,
     validation: Vec<String>,
@@ -205,12 +206,14 @@ fn tokenise(
             .unwrap_or(0)
             .max(1)
     };
-    let mut train = Packer::new(tokenizer, separator, train.into_iter().map(Ok));
+    // Each document is a chance to stop.
+    let each = |text: String| context.check_cancelled().map(|()| text);
+    let mut train = Packer::new(tokenizer, separator, train.into_iter().map(each));
     let length = task.sequence_tokens;
     let held_out = if task.validation.is_empty() {
         train.take(count(task.validation_tokens), length)?
     } else {
-        let mut packer = Packer::new(tokenizer, separator, validation.into_iter().map(Ok));
+        let mut packer = Packer::new(tokenizer, separator, validation.into_iter().map(each));
         packer.take(count(task.validation_tokens), length)?
     };
     let roles = Roles {

@@ -60,6 +60,7 @@ pub(super) fn run(
     let longest = runner.model().architecture.max_positions;
     let mut items = Vec::new();
     for (example, line) in lines.iter().enumerate() {
+        context.check_cancelled()?;
         items.extend(items_of(parent, example, line, longest)?);
     }
     let scored = score(context, runner, &items)?;

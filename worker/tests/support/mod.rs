@@ -117,23 +117,33 @@ pub struct Device {
 impl Device {
     /// A device whose child is [`stand_in`] in one of its modes.
     pub fn start(mode: &str) -> Self {
-        Self::with(stand_in(), vec![mode.to_owned()], |runner| runner)
+        Self::with(stand_in(), vec![mode.to_owned()], PATIENCE, |runner| runner)
     }
 
     /// A device on which no memory is free.
     pub fn without_memory(mode: &str, patience: Duration) -> Self {
-        Self::with(stand_in(), vec![mode.to_owned()], |runner| {
+        Self::with(stand_in(), vec![mode.to_owned()], PATIENCE, |runner| {
             runner.with_memory(Arc::new(Full), patience)
         })
     }
 
     /// A device whose child is a shell script.
     pub fn script(script: &str) -> Self {
-        let arguments = vec!["-c".to_owned(), script.to_owned()];
-        Self::with(PathBuf::from("/bin/sh"), arguments, |runner| runner)
+        Self::script_hung_after(script, PATIENCE)
     }
 
-    fn with(program: PathBuf, mut arguments: Vec<String>, change: impl FnOnce(Runner) -> Runner) -> Self {
+    /// The same, taken for hung after this long.
+    pub fn script_hung_after(script: &str, hang_timeout: Duration) -> Self {
+        let arguments = vec!["-c".to_owned(), script.to_owned()];
+        Self::with(PathBuf::from("/bin/sh"), arguments, hang_timeout, |runner| runner)
+    }
+
+    fn with(
+        program: PathBuf,
+        mut arguments: Vec<String>,
+        hang_timeout: Duration,
+        change: impl FnOnce(Runner) -> Runner,
+    ) -> Self {
         let directory = tempfile::tempdir().unwrap();
         // The last argument means nothing to the child: it tells this device's child from those of other tests.
         let marker = directory.path().display().to_string();
@@ -141,7 +151,7 @@ impl Device {
         let options = ChildOptions {
             program: Some(program),
             arguments,
-            hang_timeout: PATIENCE,
+            hang_timeout,
             stop_timeout: Duration::from_millis(500),
         };
         let (to_events, events) = mpsc::channel(1024);

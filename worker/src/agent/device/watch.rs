@@ -112,6 +112,8 @@ impl<'a> Watch<'a> {
                 pass_progress(lease, &progress, self.events);
                 None
             }
+            // Its coming is all it says.
+            Reply::Alive { attempt } if attempt == lease.attempt => None,
             Reply::Prepared { attempt, address } if attempt == lease.attempt => {
                 let prepared = DeviceEvent::Prepared { lease, address };
                 // An agent that is too busy for this one would never release its gang.
