@@ -8,11 +8,12 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use futures::TryStreamExt;
 
 use crate::objects::Objects;
+pub(crate) use crate::scratch::unused_path;
 use crate::store::off_the_loop;
 use crate::{Error, Name, Options, Result, hash_file};
 
@@ -22,24 +23,14 @@ const IN_USE: Duration = Duration::from_secs(600);
 pub(crate) const LEFTOVER: Duration = Duration::from_secs(24 * 3600);
 /// How often a lock that another process holds is tried.
 const LOCK_PAUSE: Duration = Duration::from_millis(100);
+/// A holder that has not got on for this long is not waited for: longer than one part may take, and shorter than an
+/// attempt may do nothing.
+const LOCK_PATIENCE: Duration = Duration::from_secs(240);
 
 #[derive(Debug, Clone)]
 pub(crate) struct Cache {
     directory: PathBuf,
     limit_bytes: u64,
-}
-
-/// A path that no process has used before.
-pub(crate) fn unused_path(directory: &Path) -> PathBuf {
-    use std::hash::{BuildHasher, Hasher};
-    // RandomState is seeded from the system: two processes never agree, nor two machines.
-    let random = || std::hash::RandomState::new().build_hasher().finish();
-    directory.join(format!(
-        "{}-{:016x}{:016x}",
-        std::process::id(),
-        random(),
-        random()
-    ))
 }
 
 /// Names an operation's file in its error.
@@ -100,15 +91,20 @@ impl Cache {
 
     /// The file, downloaded where it is not here yet or no longer sound.
     pub async fn file(&self, objects: &Objects, name: &Name) -> Result<PathBuf> {
+        self.file_within(LOCK_PATIENCE, objects, name).await
+    }
+
+    async fn file_within(&self, patience: Duration, objects: &Objects, name: &Name) -> Result<PathBuf> {
         if let Some(path) = self.look(name).await? {
             return Ok(path);
         }
-        let lock = self.lock(name).await?;
+        // Without the lock the file may be fetched twice, which costs time: it is moved into place whole.
+        let lock = self.lock(patience, name).await?;
         if let Some(path) = self.look(name).await? {
             return Ok(path);
         }
         let temporary = unused_path(&self.scratch());
-        let downloaded = self.download(objects, name, &temporary).await;
+        let downloaded = self.download(objects, name, &temporary, lock.as_ref()).await;
         if downloaded.is_err() {
             // The error that matters is the one above.
             let _ = fs::remove_file(&temporary);
@@ -117,7 +113,14 @@ impl Cache {
         downloaded
     }
 
-    async fn download(&self, objects: &Objects, name: &Name, temporary: &Path) -> Result<PathBuf> {
+    /// Each part is noted on the lock, so that who waits for it sees that it gets on.
+    async fn download(
+        &self,
+        objects: &Objects,
+        name: &Name,
+        temporary: &Path,
+        lock: Option<&File>,
+    ) -> Result<PathBuf> {
         let key = object_store::path::Path::from(name.key());
         let meta = objects.head(&key).await?.ok_or_else(|| Error::NotFound {
             name: name.to_string(),
@@ -128,6 +131,9 @@ impl Cache {
         let mut hasher = blake3::Hasher::new();
         let mut parts = std::pin::pin!(objects.parts(&key, meta.size));
         while let Some(part) = parts.try_next().await? {
+            if let Some(Err(error)) = lock.map(|lock| lock.set_modified(SystemTime::now())) {
+                tracing::debug!(%error, "a download's progress cannot be noted on its lock");
+            }
             let failed = io_error(temporary);
             (file, hasher) = off_the_loop(move || {
                 std::io::Write::write_all(&mut file, &part).map_err(failed)?;
@@ -188,8 +194,9 @@ impl Cache {
         .await
     }
 
-    /// Waits until no other process downloads a file of this fan. A process that dies lets go.
-    async fn lock(&self, name: &Name) -> Result<File> {
+    /// Waits until no other process downloads a file of this fan. A process that dies lets go; one that is stopped
+    /// or hangs does not, and after `patience` without progress there is no lock.
+    async fn lock(&self, patience: Duration, name: &Name) -> Result<Option<File>> {
         let fan = name.as_str().get(..2).unwrap_or_default();
         let path = self.directory.join("locks").join(fan);
         let file = File::options()
@@ -198,12 +205,23 @@ impl Cache {
             .write(true)
             .open(&path)
             .map_err(io_error(&path))?;
+        let noted = || file.metadata().and_then(|metadata| metadata.modified()).ok();
+        let (mut progress, mut since) = (noted(), Instant::now());
         loop {
             match file.try_lock() {
-                Ok(()) => return Ok(file),
-                Err(fs::TryLockError::WouldBlock) => tokio::time::sleep(LOCK_PAUSE).await,
+                Ok(()) => return Ok(Some(file)),
+                Err(fs::TryLockError::WouldBlock) => {}
                 Err(fs::TryLockError::Error(source)) => return Err(io_error(&path)(source)),
             }
+            let now = noted();
+            if now != progress {
+                (progress, since) = (now, Instant::now());
+            }
+            if since.elapsed() >= patience {
+                tracing::warn!(%name, "whoever downloads for this machine does not get on: downloading beside it");
+                return Ok(None);
+            }
+            tokio::time::sleep(LOCK_PAUSE.min(patience)).await;
         }
     }
 
@@ -308,5 +326,45 @@ mod tests {
         file.set_modified(SystemTime::now() - LEFTOVER * 2).unwrap();
         Cache::open(&options).unwrap();
         assert_eq!([old.exists(), new.exists()], [false, true]);
+    }
+
+    #[tokio::test]
+    async fn a_lock_whose_holder_does_not_get_on_is_not_waited_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let options = Options {
+            cache_dir: directory.path().to_owned(),
+            cache_bytes: 1 << 20,
+        };
+        let cache = Cache::open(&options).unwrap();
+        let objects = Objects::new(
+            std::sync::Arc::new(object_store::memory::InMemory::new()),
+            "memory",
+            "",
+        );
+        let name = Name::of(b"weights");
+        let key = object_store::path::Path::from(name.key());
+        objects.put(&key, "weights".into()).await.unwrap();
+        // As a process would that is stopped in the middle of a download.
+        let fan = directory.path().join("locks").join(&name.as_str()[..2]);
+        let held = File::create(&fan).unwrap();
+        held.try_lock().unwrap();
+        let fetched = cache.file_within(Duration::from_millis(50), &objects, &name);
+        let path = tokio::time::timeout(Duration::from_secs(60), fetched)
+            .await
+            .expect("it does not wait for ever")
+            .unwrap();
+        assert_eq!(fs::read(path).unwrap(), b"weights");
+
+        let patience = Duration::from_secs(2);
+        let waits = cache.lock(patience, &name);
+        tokio::pin!(waits);
+        let start = Instant::now();
+        while start.elapsed() < 2 * patience {
+            held.set_modified(SystemTime::now()).unwrap();
+            let early = tokio::time::timeout(LOCK_PAUSE, &mut waits).await;
+            assert!(early.is_err(), "a holder that gets on is waited for");
+        }
+        drop(held);
+        assert!(waits.await.unwrap().is_some());
     }
 }
