@@ -119,6 +119,8 @@ struct Shared {
 enum Message {
     Lines {
         log: LogId,
+        /// Lines before these that have not come.
+        missing: u64,
         unix_ms: i64,
         lines: Vec<String>,
     },
@@ -163,10 +165,28 @@ impl Logs {
     /// Takes lines of an attempt. Never waits: when the disk does not keep up they are dropped, and the log
     /// says how many were.
     pub fn append(&self, job: JobId, attempt: AttemptId, unix_ms: i64, lines: Vec<String>) {
+        self.append_after(0, job, attempt, unix_ms, lines);
+    }
+
+    /// The same after so many lines that have not come: the log says so in their place.
+    pub fn append_after(
+        &self,
+        missing: u64,
+        job: JobId,
+        attempt: AttemptId,
+        unix_ms: i64,
+        lines: Vec<String>,
+    ) {
         let log = LogId { job, attempt };
         let number = u64::try_from(lines.len()).unwrap_or(u64::MAX);
-        if self.send(Message::Lines { log, unix_ms, lines }).is_err() {
-            self.shared.miss(log, number);
+        let message = Message::Lines {
+            log,
+            missing,
+            unix_ms,
+            lines,
+        };
+        if self.send(message).is_err() {
+            self.shared.miss(log, number.saturating_add(missing));
         }
     }
 

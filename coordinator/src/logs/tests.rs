@@ -185,6 +185,15 @@ async fn lines_that_found_no_room_are_counted_in_the_log() {
         6,
         "even when nothing more is written"
     );
+    place.logs.append_after(3, JOB, attempt(1), 0, lines(9..10));
+    let kept = place.read(1, 0).await;
+    assert_eq!(kept.left_out, 9);
+    assert!(
+        kept.lines[kept.lines.len() - 2].contains("3 lines")
+            && kept.lines[kept.lines.len() - 1].ends_with("9"),
+        "in their place: {:?}",
+        kept.lines
+    );
 }
 
 #[test]

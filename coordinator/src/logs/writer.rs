@@ -66,16 +66,21 @@ impl Writer {
 
     fn handle(&mut self, message: Message) {
         match message {
-            Message::Lines { log, unix_ms, lines } => self.append(log, unix_ms, &lines),
+            Message::Lines {
+                log,
+                missing,
+                unix_ms,
+                lines,
+            } => self.append(log, missing, unix_ms, &lines),
             // Who asked may have gone.
             Message::Read { log, tail, reply } => drop(reply.send(self.read(log, tail))),
             Message::Follow { log, tail, reply } => drop(reply.send(self.follow(log, tail))),
         }
     }
 
-    fn append(&mut self, log: LogId, unix_ms: i64, lines: &[String]) {
+    fn append(&mut self, log: LogId, missing: u64, unix_ms: i64, lines: &[String]) {
         let mut text = String::new();
-        let missed = self.shared.take_missed(log);
+        let missed = self.shared.take_missed(log).saturating_add(missing);
         if missed > 0 {
             text.push_str(&file::mark(missed));
         }

@@ -17,18 +17,20 @@ const COUNTED_LOGS: usize = 4096;
 pub(super) struct LogLines(BTreeMap<AttemptId, u64>);
 
 impl LogLines {
-    /// The lines that have not come before; `first_line` counts from 1, and 0 when it is not known.
-    fn new_ones(&mut self, attempt: AttemptId, first_line: u64, lines: Vec<String>) -> Vec<String> {
+    /// How many lines before these are missing, and the lines that have not come before; `first_line` counts from
+    /// 1, and 0 when it is not known.
+    fn new_ones(&mut self, attempt: AttemptId, first_line: u64, lines: Vec<String>) -> (u64, Vec<String>) {
         if first_line == 0 {
-            return lines;
+            return (0, lines);
         }
         let next = self.0.entry(attempt).or_insert(first_line);
         let known = usize::try_from(next.saturating_sub(first_line)).unwrap_or(usize::MAX);
+        let missing = first_line.saturating_sub(*next);
         *next = (*next).max(first_line.saturating_add(lines.len() as u64));
         if self.0.len() > COUNTED_LOGS {
             self.0.pop_first();
         }
-        lines.into_iter().skip(known).collect()
+        (missing, lines.into_iter().skip(known).collect())
     }
 }
 
@@ -57,9 +59,10 @@ impl Owner {
             return;
         };
         let job = held.job;
-        let lines = self.log_lines.new_ones(lease.attempt, first_line, lines);
-        if !lines.is_empty() {
-            self.logs.append(job, lease.attempt, self.now().unix_ms, lines);
+        let (missing, lines) = self.log_lines.new_ones(lease.attempt, first_line, lines);
+        if missing > 0 || !lines.is_empty() {
+            let now = self.now().unix_ms;
+            self.logs.append_after(missing, job, lease.attempt, now, lines);
         }
     }
 
@@ -116,11 +119,21 @@ mod tests {
         let mut known = LogLines::default();
         let mut take =
             |first: u64, last: u64| known.new_ones(AttemptId(1), first, (first..=last).map(line).collect());
-        assert_eq!(take(1, 2), ["1", "2"]);
-        assert_eq!(take(1, 4), ["3", "4"]);
-        assert_eq!(take(2, 3).len(), 0);
-        assert_eq!(take(7, 7), ["7"], "what was lost for good is passed over");
+        let lines = |texts: &[&str]| -> Vec<String> { texts.iter().map(|text| (*text).to_owned()).collect() };
+        assert_eq!(take(1, 2), (0, lines(&["1", "2"])));
+        assert_eq!(take(1, 4), (0, lines(&["3", "4"])));
+        assert_eq!(take(2, 3), (0, Vec::new()));
+        assert_eq!(
+            take(7, 7),
+            (2, lines(&["7"])),
+            "5 and 6 are missing, which the log says"
+        );
+        assert_eq!(
+            take(10, 9),
+            (2, Vec::new()),
+            "8 and 9 were written and have not come"
+        );
         let uncounted = |known: &mut LogLines| known.new_ones(AttemptId(1), 0, vec![line(0)]);
-        assert_eq!(uncounted(&mut known), ["0"]);
+        assert_eq!(uncounted(&mut known), (0, lines(&["0"])));
     }
 }
