@@ -122,7 +122,7 @@ fn memory(bytes: u64) -> String {
 
 fn devices(worker: &Worker, class: &Class) -> usize {
     let fits = |device: &&super::Device| {
-        device.info.kind == class.device_kind && device.info.memory_bytes >= class.memory_bytes
+        device.info.kind == class.device_kind && device.info.has_memory(class.memory_bytes)
     };
     worker.devices.iter().filter(fits).count()
 }

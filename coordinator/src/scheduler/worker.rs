@@ -72,10 +72,17 @@ pub struct DeviceInfo {
     pub kind: Name,
     /// For display.
     pub name: Name,
-    /// Its memory.
+    /// Its memory; 0 when its system does not tell.
     pub memory_bytes: u64,
     /// Threads an attempt may use.
     pub threads: u32,
+}
+
+impl DeviceInfo {
+    /// Whether it may have so much memory.
+    pub fn has_memory(&self, bytes: u64) -> bool {
+        self.memory_bytes == 0 || self.memory_bytes >= bytes
+    }
 }
 
 /// A device and what it does.

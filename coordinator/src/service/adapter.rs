@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use espalier_arch::Architecture;
 use espalier_proto::task::{TaskOutput, TaskSpec};
 use serde::Serialize;
 
@@ -29,7 +30,8 @@ impl Planner for PipelinePlanner {
             outcome.export.directory = place.settled(&outcome.export.directory);
             return Ok(Planned::Outcome(write(outcome.as_ref())?));
         }
-        let stages = plan.stages.iter().map(|stage| stage_plan(stage, &place));
+        let weights = parent_weights(&results);
+        let stages = plan.stages.iter().map(|stage| stage_plan(stage, &place, weights));
         Ok(Planned::Stages(stages.collect::<Result<_, String>>()?))
     }
 
@@ -90,7 +92,44 @@ fn moved(path: &str, from: &Path, to: &Path) -> String {
     }
 }
 
-fn stage_plan(planned: &PlannedStage, place: &Place) -> Result<StagePlan, String> {
+/// Bytes of the parent's weights as children hold them; 0 before it is known.
+fn parent_weights(results: &Results) -> u64 {
+    let ingest = results.stages.get(&Stage::Ingest);
+    let outputs = ingest.and_then(|stage| stage.finished.as_ref());
+    match outputs.and_then(|finished| finished.outputs.first()) {
+        Some(TaskOutput::Ingest(ingested)) => weight_bytes(&ingested.architecture),
+        _ => 0,
+    }
+}
+
+/// Every backend of this build holds weights as f32.
+fn weight_bytes(architecture: &Architecture) -> u64 {
+    architecture.parameters().total.saturating_mul(4)
+}
+
+/// What a device has to have for a task: the least that its child holds, whatever it computes.
+fn needs(spec: &TaskSpec, parent_weights: u64) -> Needs {
+    let memory_bytes = match spec {
+        // The one opens no weights, the other measures blocks on their own.
+        TaskSpec::Ingest(_) | TaskSpec::Profile(_) => 0,
+        TaskSpec::Check(check) => weight_bytes(&check.parent),
+        TaskSpec::Calibrate(_)
+        | TaskSpec::Sort(_)
+        | TaskSpec::Score(_)
+        | TaskSpec::DepthOrder(_)
+        | TaskSpec::Rank(_)
+        | TaskSpec::Recover(_)
+        | TaskSpec::Evaluate(_)
+        | TaskSpec::Export(_)
+        | TaskSpec::Verify(_) => parent_weights,
+    };
+    Needs {
+        memory_bytes,
+        ..Needs::default()
+    }
+}
+
+fn stage_plan(planned: &PlannedStage, place: &Place, parent_weights: u64) -> Result<StagePlan, String> {
     let tasks = planned.tasks.iter().map(|task| {
         let mut spec = task.spec.clone();
         match &mut spec {
@@ -102,7 +141,7 @@ fn stage_plan(planned: &PlannedStage, place: &Place) -> Result<StagePlan, String
             name: task.name.clone(),
             payload: write(&spec)?,
             exclusive: planned.stage.is_exclusive(),
-            needs: Needs::default(),
+            needs: needs(&spec, parent_weights),
         })
     });
     Ok(StagePlan {

@@ -173,7 +173,7 @@ impl<'a> Room<'a> {
             .filter(able)
             .flat_map(|worker| &worker.devices);
         let fitting = devices.filter(|device| {
-            device.info.kind == class.device_kind && device.info.memory_bytes >= class.memory_bytes
+            device.info.kind == class.device_kind && device.info.has_memory(class.memory_bytes)
         });
         u32::try_from(fitting.count()).unwrap_or(u32::MAX)
     }
@@ -214,7 +214,7 @@ impl<'a> Room<'a> {
     }
 
     fn has_memory(&self, slot: Slot, class: &Class) -> bool {
-        device_at(self.state, slot).is_some_and(|device| device.info.memory_bytes >= class.memory_bytes)
+        device_at(self.state, slot).is_some_and(|device| device.info.has_memory(class.memory_bytes))
     }
 
     fn host_of(&self, slot: Slot) -> &'a str {
