@@ -1,7 +1,7 @@
 //! `espalier run`: one job with a coordinator in this process and workers in processes of their own.
 //!
 //! Whatever happens, the workers are stopped and joined, the coordinator is shut down and the state is
-//! removed (unless it is to be kept) before the command ends. A worker that ends though nobody told it to is started
+//! removed (unless it is to be kept, or the run ended before its job) before the command ends. A worker that ends though nobody told it to is started
 //! again: the job goes on from what it had reported.
 
 use std::fs::File;
@@ -38,9 +38,13 @@ pub(crate) async fn run(arguments: Run) -> anyhow::Result<()> {
     let coordinator = Coordinator::start(options).await?;
     let mut workers = Workers::default();
     let ended = supervise(&arguments, &coordinator, &mut workers, &state, json).await;
+    // Without any there was no job yet.
+    let workers_started = !workers.slots.is_empty();
     workers.stop().await;
     let stopped = coordinator.shutdown(SHUTDOWN).await;
-    state.finish();
+    // A run that ended by itself, and not with its job, can be looked into and gone on with.
+    let broken = ended.as_ref().is_err_and(|error| !failure::is_interrupted(error));
+    state.finish(broken && workers_started);
     let job = ended?;
     if !job.outcome_json.is_empty() {
         output::print_outcome(&job.outcome_json, arguments.format)?;
@@ -143,8 +147,9 @@ impl State {
         Ok(Self { directory, keep })
     }
 
-    fn finish(mut self) {
-        if self.keep {
+    /// Removes the state, unless it is to be kept or the run ended by itself.
+    fn finish(mut self, broken: bool) {
+        if self.keep || broken {
             self.directory.disable_cleanup(true);
             output::say(&format!("state kept in {}", self.directory.path().display()));
             return;
@@ -156,8 +161,10 @@ impl State {
     }
 }
 
-/// How often one worker may end unexpectedly before the run does.
+/// How often one worker may end unexpectedly, one time soon after another, before the run does.
 const MOST_ENDS: u32 = 5;
+/// A worker that has lived this long was well: ends before that are forgotten.
+const WELL: Duration = Duration::from_secs(600);
 /// The pause before a worker is started again; doubled each time.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 
@@ -171,6 +178,7 @@ struct Workers {
 struct Slot {
     launch: Launch,
     child: Option<Child>,
+    started: Instant,
     ends: u32,
     again_at: Option<Instant>,
 }
@@ -205,6 +213,7 @@ impl Workers {
             self.slots.push(Slot {
                 launch,
                 child,
+                started: Instant::now(),
                 ends: 0,
                 again_at: None,
             });
@@ -242,12 +251,22 @@ impl Workers {
     }
 }
 
+/// Counts an end of a worker that lived so long after `before` others.
+fn ends_in_a_row(before: u32, lived: Duration) -> u32 {
+    if lived >= WELL {
+        1
+    } else {
+        before.saturating_add(1)
+    }
+}
+
 impl Slot {
     fn tend(&mut self) -> anyhow::Result<()> {
         if let Some(at) = self.again_at {
             if Instant::now() >= at {
                 self.again_at = None;
                 self.child = Some(self.launch.spawn()?);
+                self.started = Instant::now();
             }
             return Ok(());
         }
@@ -255,10 +274,13 @@ impl Slot {
             return Ok(());
         };
         self.child = None;
-        self.ends += 1;
+        self.ends = ends_in_a_row(self.ends, self.started.elapsed());
         let lost = lost_message(&self.launch.name, status, &self.launch.log);
         if self.ends > MOST_ENDS {
-            return Err(failure::job(format!("{lost}; it has ended {} times", self.ends)));
+            let ends = self.ends;
+            return Err(failure::job(format!(
+                "{lost}; it has ended {ends} times in a row"
+            )));
         }
         let pause = FIRST_PAUSE * 2_u32.saturating_pow(self.ends - 1);
         output::say(&format!(
@@ -301,4 +323,35 @@ fn lost_message(name: &str, status: ExitStatus, log: &Path) -> String {
         .find(|line| !line.trim().is_empty())
         .unwrap_or("its log is empty");
     format!("{name} ended unexpectedly ({status}): {last}")
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_worker_that_ends_now_and_then_over_days_does_not_end_the_run() {
+        let mut ends = 0;
+        for _ in 0..100 {
+            ends = ends_in_a_row(ends, WELL);
+        }
+        assert!(ends <= MOST_ENDS);
+        for _ in 0..MOST_ENDS {
+            ends = ends_in_a_row(ends, FIRST_PAUSE);
+        }
+        assert!(ends > MOST_ENDS, "one that cannot stay up does");
+    }
+
+    #[test]
+    fn the_state_of_a_run_that_ended_by_itself_is_kept_and_that_of_others_is_not() {
+        let place = tempfile::tempdir().unwrap();
+        for broken in [false, true] {
+            let state = State::create(&place.path().join("out"), false).unwrap();
+            let path = state.directory.path().to_owned();
+            std::fs::write(path.join("journal"), "what was found out").unwrap();
+            state.finish(broken);
+            assert_eq!(path.join("journal").exists(), broken);
+        }
+    }
 }

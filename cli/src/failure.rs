@@ -92,6 +92,11 @@ pub(crate) fn is_away(error: &anyhow::Error) -> bool {
     )
 }
 
+/// Whether the user ended it.
+pub(crate) fn is_interrupted(error: &anyhow::Error) -> bool {
+    code(error) == code(&interrupted())
+}
+
 fn code(error: &anyhow::Error) -> u8 {
     if let Some(failure) = error.downcast_ref::<Failure>() {
         return failure.code;
