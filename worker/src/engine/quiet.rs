@@ -80,6 +80,12 @@ impl Quiet {
     /// # Errors
     /// When no thread can be started.
     pub fn watch() -> Result<Self> {
+        if Account::of_this_process() == Account::default() {
+            tracing::warn!(
+                "the system keeps no account of threads that wait for a processor: others that disturb timings are \
+                 not noticed"
+            );
+        }
         let noticed = Arc::new(Noticed::default());
         let (start, watched) = (Instant::now(), Arc::clone(&noticed));
         let watcher = std::thread::Builder::new()
@@ -101,11 +107,19 @@ impl Quiet {
     ///
     /// # Errors
     /// Those of `take`; [`Error::TooNoisy`] when samples overlap stops again and again.
-    pub fn measure<T>(&self, mut take: impl FnMut() -> Result<T>) -> Result<T> {
+    pub fn measure<T>(&self, take: impl FnMut() -> Result<T>) -> Result<T> {
+        self.measure_judged_by(|before| self.disturbance(before), take)
+    }
+
+    fn measure_judged_by<T>(
+        &self,
+        disturbance: impl Fn(Before) -> Option<Disturbance>,
+        mut take: impl FnMut() -> Result<T>,
+    ) -> Result<T> {
         loop {
             let before = self.look();
             let sample = take()?;
-            match self.disturbance(before) {
+            match disturbance(before) {
                 None => return Ok(sample),
                 Some(Disturbance::Stopped) => self.discard_stopped()?,
                 Some(Disturbance::Contended(share)) => {
@@ -348,11 +362,56 @@ mod tests {
     }
 
     #[test]
+    fn a_sample_that_others_disturbed_is_thrown_away_and_taken_again() {
+        let quiet = Quiet::watch().unwrap();
+        let taken = std::cell::Cell::new(0);
+        let others_until_the_third = |_| (taken.get() < 3).then_some(Disturbance::Contended(0.5));
+        let sample = quiet.measure_judged_by(others_until_the_third, || {
+            taken.set(taken.get() + 1);
+            Ok(taken.get())
+        });
+        assert_eq!(sample.unwrap(), 3, "the undisturbed one, and no other");
+    }
+
+    #[test]
     fn contention_that_does_not_end_is_kept_after_a_while() {
         let quiet = Quiet::watch().unwrap();
-        let discarded = (0..2 * CONTENTIONS)
-            .filter(|_| quiet.discard_contended(0.5))
-            .count();
-        assert_eq!(discarded as u64, CONTENTIONS);
+        let taken = std::cell::Cell::new(0);
+        let samples = || {
+            let always = |_| Some(Disturbance::Contended(0.5));
+            quiet.measure_judged_by(always, || {
+                taken.set(taken.get() + 1);
+                Ok(())
+            })
+        };
+        samples().unwrap();
+        assert_eq!(taken.get(), CONTENTIONS + 1);
+        samples().unwrap();
+        assert_eq!(taken.get(), CONTENTIONS + 2, "from there on none is taken again");
+    }
+
+    #[test]
+    fn threads_that_wait_for_a_processor_are_noticed() {
+        if Account::of_this_process() == Account::default() {
+            return;
+        }
+        let quiet = Quiet::watch().unwrap();
+        let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let before = quiet.look();
+        let over = AtomicBool::new(false);
+        let seen = std::thread::scope(|scope| {
+            for _ in 0..4 * processors {
+                scope.spawn(|| while !over.load(Ordering::Relaxed) {});
+            }
+            std::thread::sleep(Duration::from_millis(300));
+            let seen = quiet.disturbance(before);
+            over.store(true, Ordering::Relaxed);
+            seen
+        });
+        // One that was stopped meanwhile on a busy machine is disturbed too.
+        assert!(
+            matches!(seen, Some(Disturbance::Contended(_) | Disturbance::Stopped)),
+            "{seen:?}"
+        );
     }
 }
