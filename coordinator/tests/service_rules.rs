@@ -102,6 +102,11 @@ async fn a_worker_whose_clock_once_ran_ahead_is_told_the_epoch_to_begin_above_un
     let refused = refused.err().unwrap();
     assert_eq!(refused.code(), Code::FailedPrecondition);
     assert!(refused.metadata().get(known).is_none(), "its rival lives");
+    let stale = refused
+        .metadata()
+        .get(espalier_proto::STALE_EPOCH_METADATA)
+        .unwrap();
+    assert_eq!(stale, "7", "it is told that its epoch is why");
     drop(ahead);
     let told = async {
         loop {

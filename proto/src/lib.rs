@@ -33,3 +33,7 @@ pub const PAYLOAD_LIMIT_BYTES: usize = 6 << 20;
 /// ahead can begin above it. A worker that was welcomed under its own epoch before must not: another process has
 /// taken its name since.
 pub const KNOWN_EPOCH_METADATA: &str = "espalier-known-epoch";
+
+/// Metadata of every status that refuses a hello for its epoch: the refused epoch, in decimal. A worker that was
+/// welcomed before and meets it stops at once: another process has taken its name.
+pub const STALE_EPOCH_METADATA: &str = "espalier-stale-epoch";

@@ -11,6 +11,7 @@ use std::fmt::Debug;
 use std::io::Write;
 use std::process::Command;
 
+use espalier_worker::agent::leftover::Mark;
 use espalier_worker::agent::options::{ChildOptions, DeviceOptions};
 use espalier_worker::agent::process::Process;
 use espalier_worker::child::protocol::{Order, Request};
@@ -84,12 +85,13 @@ fn hold(child: &str, spec: &str, store: &str) -> Answer {
         spec: serde_json::from_str(spec)?,
         gang: None,
     };
+    let mark = Mark::new(store, "holder", "cpu");
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
     runtime.block_on(async {
-        let mut process = Process::start(&options, &DeviceOptions::cpu(1))?;
-        process.send(&Request::Run(Box::new(order))).await?;
+        let mut process = Process::start(&options, &DeviceOptions::cpu(1), &mark)?;
+        process.send(&Request::Run(Box::new(order)))?;
         // Its first words tell that it works.
         process.next().await;
         writeln!(std::io::stdout(), "{}", process.group().unwrap_or(0))?;

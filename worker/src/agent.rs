@@ -3,38 +3,37 @@
 //! - [`options`]: what a worker is told at start.
 //! - [`core`]: the protocol, without I/O, clock or tasks.
 //! - [`link`]: one connection to the coordinator, and its heartbeats on a channel of their own.
-//! - [`device`]: one task for each device, which owns its child process ([`process`]) and sees that its
-//!   memory is free before it is used again ([`memory`]).
+//! - `devices`: one task for each [`device`], which owns its child process ([`process`]) and sees that its
+//!   memory is free before it is used again ([`memory`]) and that nothing is left there of an agent before
+//!   ([`leftover`]).
 //!
 //! [`run`] is the rim around the core: it tells what happened and does what the core asks. No tensor code
 //! runs here: a crash, a hang or an out-of-memory ends a child, never the agent.
 
 pub mod core;
 pub mod device;
+mod devices;
+pub mod leftover;
 pub mod link;
 pub mod memory;
 pub mod options;
 pub mod process;
 
-use std::collections::HashMap;
+use std::collections::VecDeque;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use espalier_proto::v1::worker_message::Message as FromWorker;
 use tokio::sync::mpsc;
-use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-use self::core::{Core, CoreOptions, DeviceEvent, Finish, Input, Output};
+use self::core::{Core, CoreOptions, Finish, Input, Output};
 use crate::{Error, Result};
 use device::Command;
-use link::{Connector, Link};
+use devices::Devices;
+use link::{Connector, Link, Sent};
 pub use options::WorkerOptions;
 
-/// Commands waiting for one device.
-const COMMANDS: usize = 64;
-/// Events of all devices waiting for the loop.
-const EVENTS: usize = 1024;
 /// What comes from connections, waiting for the loop.
 const INPUTS: usize = 256;
 
@@ -78,8 +77,7 @@ struct Agent {
     connector: Connector,
     link: Option<Link>,
     inputs: mpsc::Receiver<Input>,
-    devices: HashMap<String, (mpsc::Sender<Command>, JoinHandle<()>)>,
-    events: mpsc::Receiver<DeviceEvent>,
+    devices: Devices,
 }
 
 impl Agent {
@@ -103,52 +101,43 @@ impl Agent {
         });
         let (to_inputs, inputs) = mpsc::channel(INPUTS);
         let connector = Connector::new(&options.coordinator, to_inputs)?;
-        let (to_events, events) = mpsc::channel(EVENTS);
-        let devices = options.devices.iter().map(|device| {
-            let (sender, commands) = mpsc::channel(COMMANDS);
-            let child = options.child.clone();
-            let runner = device::Runner::new(device.clone(), child, &options.coordinator, to_events.clone());
-            (device.id.clone(), (sender, tokio::spawn(runner.run(commands))))
-        });
         Ok(Self {
             core,
             start: Instant::now(),
             connector,
             link: None,
             inputs,
-            devices: devices.collect(),
-            events,
+            devices: Devices::start(options),
         })
     }
 
     async fn serve(&mut self, shutdown: &Shutdown) -> Finish {
         let mut outputs = Vec::new();
         let mut asked = false;
-        let mut input = Some(Input::Tick);
+        let mut inputs = VecDeque::from([Input::Tick]);
         loop {
-            if let Some(input) = input.take() {
+            while let Some(input) = inputs.pop_front() {
                 self.core.handle(input, self.start.elapsed(), &mut outputs);
-            }
-            for output in outputs.drain(..) {
-                if let Output::Finish(how) = output {
-                    return how;
+                for output in outputs.drain(..) {
+                    if let Output::Finish(how) = output {
+                        return how;
+                    }
+                    inputs.extend(self.act(output).await);
                 }
-                input = self.act(output).await.or(input);
-            }
-            if input.is_some() {
-                continue;
             }
             let wake = self.core.wake_at().map(|at| self.start + at);
-            input = tokio::select! {
+            let input = tokio::select! {
                 () = shutdown.kill.cancelled() => return Finish::Killed,
                 () = shutdown.leave.cancelled(), if !asked => {
                     asked = true;
-                    Some(Input::ShutdownAsked)
+                    Input::ShutdownAsked
                 }
-                event = self.events.recv() => event.map(Input::Device),
-                input = self.inputs.recv() => input,
-                () = sleep_until(wake.unwrap_or(self.start)), if wake.is_some() => Some(Input::Tick),
+                event = self.devices.next() => Input::Device(event),
+                // The connector keeps a sender: there is always somebody who may say something.
+                Some(input) = self.inputs.recv() => input,
+                () = sleep_until(wake.unwrap_or(self.start)), if wake.is_some() => Input::Tick,
             };
+            inputs.push_back(input);
         }
     }
 
@@ -160,7 +149,7 @@ impl Agent {
                 self.link = Some(self.connector.open(connection, *hello));
             }
             Output::Disconnect { .. } => self.close().await,
-            Output::Send(message) => return self.send(message),
+            Output::Send(message) => return self.send(message).await,
             Output::Heartbeat { request, .. } => {
                 if let Some(link) = &self.link {
                     link.heartbeat(request);
@@ -168,13 +157,13 @@ impl Agent {
             }
             Output::Run(run) => {
                 let device = run.assign.device_id.clone();
-                self.command(&device, Command::Run(run)).await;
+                self.devices.command(&device, Command::Run(run));
             }
             Output::Stop {
                 device,
                 lease,
                 checkpoint,
-            } => self.command(&device, Command::Stop { lease, checkpoint }).await,
+            } => self.devices.command(&device, Command::Stop { lease, checkpoint }),
             Output::Release {
                 device,
                 lease,
@@ -186,9 +175,9 @@ impl Agent {
                     communicator,
                     addresses,
                 };
-                self.command(&device, release).await;
+                self.devices.command(&device, release);
             }
-            Output::ReplaceChild { device } => self.command(&device, Command::Replace).await,
+            Output::ReplaceChild { device } => self.devices.command(&device, Command::Replace),
             Output::Finish(_) => {}
         }
         None
@@ -196,12 +185,16 @@ impl Agent {
 
     /// Puts a message on the stream. When there is no room the message is not lost if it matters: the
     /// connection is, and on the next one it is said again.
-    fn send(&self, message: FromWorker) -> Option<Input> {
-        let link = self.link.as_ref()?;
-        (!link.send(message)).then(|| Input::ConnectionLost {
-            connection: link.connection,
-            reason: "the stream takes no more messages".to_owned(),
-        })
+    async fn send(&mut self, message: FromWorker) -> Option<Input> {
+        let link = self.link.as_mut()?;
+        match link.send(message).await {
+            Sent::Done => None,
+            Sent::HeldBack { lease, first_line } => Some(Input::LogHeldBack { lease, first_line }),
+            Sent::Stuck => Some(Input::ConnectionLost {
+                connection: link.connection,
+                reason: "the stream takes no more messages".to_owned(),
+            }),
+        }
     }
 
     async fn close(&mut self) {
@@ -210,23 +203,9 @@ impl Agent {
         }
     }
 
-    async fn command(&self, device: &str, command: Command) {
-        if let Some((sender, _)) = self.devices.get(device)
-            && sender.send(command).await.is_err()
-        {
-            tracing::error!(device, "the device's task has ended");
-        }
-    }
-
-    /// Ends every device task, and with it every child; waits for all of them.
+    /// Ends every device task, and with it every child.
     async fn stop(&mut self) {
         self.close().await;
-        self.events.close();
-        for (_, (commands, task)) in self.devices.drain() {
-            drop(commands);
-            if task.await.is_err() {
-                tracing::error!("a device's task ended abnormally");
-            }
-        }
+        self.devices.stop().await;
     }
 }

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use espalier_arch::Candidate;
@@ -9,6 +10,7 @@ use espalier_proto::task::{ArtifactId, Failure, FailureKind, ParentRef, Rank, Sh
 use espalier_proto::v1::{Assign, Lease};
 use espalier_worker::agent::core::{DeviceEvent, Ended, Run};
 use espalier_worker::agent::device::{Command, Runner};
+use espalier_worker::agent::leftover::Mark;
 use espalier_worker::agent::options::{ChildOptions, DeviceOptions};
 use tokio::sync::mpsc;
 
@@ -49,9 +51,18 @@ async fn failures(script: &str) -> [Failure; 2] {
     };
     let (event_sender, mut events) = mpsc::channel(64);
     let (commands, received) = mpsc::channel(4);
-    let runner = tokio::spawn(
-        Runner::new(DeviceOptions::cpu(1), options, "http://127.0.0.1:1", event_sender).run(received),
+    // Tests run side by side, and none may take another's child for its own.
+    static DEVICES: AtomicUsize = AtomicUsize::new(0);
+    let device = format!("device-{}", DEVICES.fetch_add(1, Ordering::SeqCst));
+    let mark = Mark::new("http://127.0.0.1:1", "scripts", &device);
+    let runner = Runner::new(
+        DeviceOptions::cpu(1),
+        options,
+        "http://127.0.0.1:1",
+        mark,
+        event_sender,
     );
+    let runner = tokio::spawn(runner.run(received));
     let mut ended = Vec::new();
     for attempt in [1, 2] {
         let run = Run {

@@ -7,9 +7,9 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command as Program, Stdio};
 use std::time::{Duration, Instant};
 
-use espalier_proto::task::{FailureKind, TaskOutput};
+use espalier_proto::task::{FailureKind, TaskOutput, TaskSpec};
 use espalier_proto::v1::Gang;
-use espalier_worker::agent::core::Ended;
+use espalier_worker::agent::core::{DeviceEvent, Ended};
 use espalier_worker::agent::device::Command;
 use espalier_worker::agent::memory::processes_of_group;
 
@@ -247,5 +247,173 @@ async fn an_attempt_that_says_it_is_alive_is_not_hung_and_one_that_says_nothing_
         lived > Duration::from_secs(6),
         "killed while it said that it lived: {lived:?}"
     );
+    device.stop().await;
+}
+
+#[tokio::test]
+async fn a_task_that_cannot_be_decoded_is_told_to_be_invalid_and_the_device_goes_on() {
+    let mut device = Device::start("child");
+    device
+        .run_json(1, br#"{"kind":"of a later build"}"#.to_vec())
+        .await;
+    let failure = device.failure(1).await;
+    assert_eq!(failure.kind, FailureKind::Invalid);
+    assert!(failure.message.contains("cannot be decoded"), "{failure:?}");
+    device.run(2, &long_profile(), None).await;
+    device.wait_for_progress(1).await;
+    device.stop().await;
+}
+
+/// An order of more than a pipe holds.
+fn large_order() -> TaskSpec {
+    let TaskSpec::Profile(mut profile) = long_profile() else {
+        panic!("another task")
+    };
+    profile.points = vec![profile.points[0]; 20_000];
+    TaskSpec::Profile(profile)
+}
+
+#[tokio::test]
+async fn a_child_that_never_reads_its_order_can_be_stopped() {
+    let mut device = Device::script("exec sleep 3600");
+    device.run(1, &large_order(), None).await;
+    let early = tokio::time::timeout(Duration::from_millis(300), device.events.recv()).await;
+    assert!(early.is_err(), "{early:?}");
+    let stop = Command::Stop {
+        lease: lease(1),
+        checkpoint: false,
+    };
+    device.commands.send(stop).await.unwrap();
+    let (ended, _) = device.until_it_ends(1).await;
+    assert_eq!(ended, Ended::Stopped);
+    device.stop().await;
+}
+
+#[tokio::test]
+async fn a_child_that_never_reads_its_order_is_hung() {
+    let mut device = Device::script_hung_after("exec sleep 3600", Duration::from_secs(1));
+    device.run(1, &large_order(), None).await;
+    let failure = device.failure(1).await;
+    assert_eq!(failure.kind, FailureKind::Hung, "{failure:?}");
+    device.stop().await;
+}
+
+#[tokio::test]
+async fn an_agent_that_ends_does_not_wait_for_a_child_that_never_reads() {
+    let device = Device::script("exec sleep 3600");
+    device.run(1, &large_order(), None).await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let child = children_of(std::process::id(), device.marker());
+    tokio::time::timeout(PATIENCE, device.stop())
+        .await
+        .expect("the device ends");
+    for child in child {
+        assert!(processes_of_group(child).is_empty());
+    }
+}
+
+#[tokio::test]
+async fn an_end_that_is_too_large_to_be_told_fails_its_task_for_good() {
+    // As many bytes of output as the coordinator takes, and a few more.
+    let script = r#"read line
+        printf '{"reply":"output","attempt":1,"output":{"kind":"calibrate","importance":"'
+        head -c 6291456 /dev/zero | tr '\0' a
+        echo '"}}'; read line"#;
+    let mut device = Device::script(script);
+    device.run(1, &long_profile(), None).await;
+    let failure = device.failure(1).await;
+    assert_eq!(failure.kind, FailureKind::Invalid, "{}", failure.message);
+    assert!(
+        failure.message.contains("expected at most"),
+        "{}",
+        failure.message
+    );
+    device.stop().await;
+
+    let script = r#"read line
+        printf '{"reply":"failure","attempt":1,"failure":{"kind":"error","message":"'
+        head -c 6291456 /dev/zero | tr '\0' a
+        echo '"}}'; read line"#;
+    let mut device = Device::script(script);
+    device.run(1, &long_profile(), None).await;
+    let failure = device.failure(1).await;
+    assert_eq!(failure.kind, FailureKind::Error);
+    assert!(failure.message.len() < 10_000, "{} bytes", failure.message.len());
+    device.stop().await;
+}
+
+#[tokio::test]
+async fn lines_of_a_log_are_numbered_within_their_attempt() {
+    let script = r#"while read line; do
+            attempt=${line#*\"attempt\":}
+            attempt=${attempt%%[,\}]*}
+            echo "a word of $attempt" >&2; echo "and another" >&2
+            echo '{"reply":"failure","attempt":'$attempt',"failure":{"kind":"invalid","message":"no"}}'
+        done"#;
+    let mut device = Device::script(script);
+    for attempt in [1, 2] {
+        device.run(attempt, &long_profile(), None).await;
+        let mut lines = Vec::new();
+        loop {
+            match device.events.recv().await.unwrap() {
+                DeviceEvent::Log {
+                    first_line,
+                    lines: some,
+                    ..
+                } => lines.extend((first_line..).zip(some)),
+                DeviceEvent::Ended { .. } => break,
+                _ => {}
+            }
+        }
+        assert_eq!(
+            lines,
+            [(1, format!("a word of {attempt}")), (2, "and another".to_owned())]
+        );
+    }
+    device.stop().await;
+}
+
+#[tokio::test]
+async fn what_a_killed_child_was_writing_goes_with_it() {
+    let mut device = Device::script("read line; exec sleep 3600");
+    device.run(1, &long_profile(), None).await;
+    let child = loop {
+        if let [child] = children_of(std::process::id(), device.marker())[..] {
+            break child;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    };
+    // A name as the child would choose one, beside one of this process.
+    let own = espalier_artifact::ArtifactStore::open(device.store.to_str().unwrap())
+        .unwrap()
+        .scratch_path()
+        .unwrap();
+    let machine = own
+        .file_name()
+        .unwrap()
+        .to_str()
+        .unwrap()
+        .split('-')
+        .next()
+        .unwrap();
+    let stat = std::fs::read_to_string(format!("/proc/{child}/stat")).unwrap();
+    let started = stat
+        .rsplit_once(')')
+        .unwrap()
+        .1
+        .split_whitespace()
+        .nth(19)
+        .unwrap();
+    let half = own.with_file_name(format!("{machine}-{child}-{started}-0"));
+    for path in [&own, &half] {
+        std::fs::write(path, "half a checkpoint").unwrap();
+    }
+    let stop = Command::Stop {
+        lease: lease(1),
+        checkpoint: false,
+    };
+    device.commands.send(stop).await.unwrap();
+    device.until_it_ends(1).await;
+    assert!(!half.exists() && own.exists());
     device.stop().await;
 }

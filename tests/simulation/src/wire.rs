@@ -10,7 +10,8 @@ use espalier_coordinator::service::workers;
 use espalier_proto::v1::coordinator_message::Message as FromCoordinator;
 use espalier_proto::v1::worker_message::Message as FromWorker;
 use espalier_proto::v1::{CoordinatorMessage, Hello, WorkerMessage};
-use espalier_worker::agent::core::Input;
+use espalier_worker::agent::core::{Input, Refusal};
+use espalier_worker::agent::link::refusal;
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
@@ -43,7 +44,7 @@ pub enum Downward {
     /// A message.
     Message(Box<CoordinatorMessage>),
     /// The coordinator refuses the hello.
-    Refused(String),
+    Refused(Refusal, String),
     /// The coordinator's end is gone.
     End,
 }
@@ -326,7 +327,7 @@ impl World {
     fn queue_refusal(&mut self, id: StreamId, delay: Duration, status: &Status) {
         let is_final = matches!(status.code(), Code::InvalidArgument | Code::FailedPrecondition);
         let said = if is_final {
-            Downward::Refused(status.message().to_owned())
+            Downward::Refused(refusal(status), status.message().to_owned())
         } else {
             Downward::End
         };
@@ -371,9 +372,13 @@ impl World {
                 Some(message) => Input::Message { connection, message },
                 None => Input::ConnectionLost { connection, reason },
             },
-            Downward::Refused(reason) => {
+            Downward::Refused(refusal, reason) => {
                 stream.worker_end = false;
-                Input::Refused { connection, reason }
+                Input::Refused {
+                    connection,
+                    refusal,
+                    reason,
+                }
             }
             Downward::End => {
                 stream.worker_end = false;

@@ -9,7 +9,8 @@
 //! - the same lease twice is one attempt;
 //! - a superseded attempt is stopped and nothing more is said of it;
 //! - a coordinator with a lower term than one met before is not served;
-//! - out of touch for longer than the orphan grace, everything is stopped and what has ended is kept.
+//! - out of touch for longer than the orphan grace, everything is stopped and what has ended is kept;
+//! - a worker whose name another process has taken since stops at once.
 
 mod attempts;
 mod interface;
@@ -25,13 +26,17 @@ use espalier_proto::v1::{
 };
 
 use attempts::Attempts;
-pub use interface::{CoreOptions, DeviceEvent, Ended, Finish, Input, Output, Run};
+pub use interface::{CoreOptions, DeviceEvent, Ended, Finish, Input, Output, Refusal, Run};
 use link::{Link, Pauses, Terms};
 
 /// How long a connection may take until its welcome.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(20);
 /// A connection that lived this long was a good one: the next is tried without a long pause.
 const GOOD_CONNECTION: Duration = Duration::from_secs(10);
+
+/// How long a new process waits for another of its name and a higher epoch to go: longer than a coordinator takes to
+/// notice that a connection is dead.
+const RIVAL_PATIENCE: Duration = Duration::from_secs(60);
 
 /// One worker's side of the protocol.
 #[derive(Debug)]
@@ -46,8 +51,14 @@ pub struct Core {
     /// When the last good connection was lost.
     alone_since: Duration,
     refused: Option<String>,
+    /// Since when another process of a higher epoch is connected under this worker's name.
+    rival_since: Option<Duration>,
+    /// The stream has no room for logs: they are said when the next heartbeat is answered.
+    logs_wait: bool,
     /// When what still runs is killed; set when the worker is on its way out.
     drain_deadline: Option<Duration>,
+    /// Past the drain deadline with results that the coordinator has not taken.
+    waits_for_results: bool,
     finished: bool,
 }
 
@@ -65,7 +76,10 @@ impl Core {
             orphan_grace: Duration::ZERO,
             alone_since: Duration::ZERO,
             refused: None,
+            rival_since: None,
+            logs_wait: false,
             drain_deadline: None,
+            waits_for_results: false,
             finished: false,
             options,
         }
@@ -81,8 +95,12 @@ impl Core {
             Input::Connected { connection, welcome } if self.link.is_connecting(connection) => {
                 self.welcomed(connection, &welcome, now, outputs);
             }
-            Input::Refused { connection, reason } if self.link.is_connecting(connection) => {
-                self.refuse(reason, now, outputs);
+            Input::Refused {
+                connection,
+                refusal,
+                reason,
+            } if self.link.is_connecting(connection) => {
+                self.refuse(refusal, reason, now, outputs);
             }
             Input::Message { connection, message } if self.link.is_up(connection) => {
                 self.take_message(message, now, outputs);
@@ -109,6 +127,10 @@ impl Core {
             | Input::ConnectionLost { .. }
             | Input::HeartbeatAnswer { .. }
             | Input::HeartbeatFailed { .. } => {}
+            Input::LogHeldBack { lease, first_line } => {
+                self.attempts.log_held_back(&lease, first_line);
+                self.logs_wait = true;
+            }
             Input::Device(event) => self.take_event(event, outputs),
             Input::ShutdownAsked if self.drain_deadline.is_some() => {
                 return self.finish(Finish::Killed, outputs);
@@ -133,7 +155,7 @@ impl Core {
             return None;
         }
         let orphaned = self.orphaned_at();
-        [self.link.wake_at(), orphaned, self.drain_deadline]
+        [self.link.wake_at(), orphaned, self.drained_at()]
             .into_iter()
             .flatten()
             .min()
@@ -176,8 +198,10 @@ impl Core {
             return self.finish(Finish::Left, outputs);
         }
         if self.drain_deadline.is_some_and(|deadline| deadline <= now) {
-            tracing::warn!("attempts still run at the end of the drain timeout and are killed");
-            return self.finish(Finish::Killed, outputs);
+            self.end_of_drain(now, outputs);
+            if self.finished {
+                return;
+            }
         }
         if self.link.may_connect(now) {
             self.connect(now, outputs);
@@ -207,6 +231,48 @@ impl Core {
             !self.attempts.holds_results()
         };
         self.attempts.is_idle() && told
+    }
+
+    /// The drain timeout has passed. What still runs is killed; results that the coordinator has not taken are
+    /// worth waiting for, as long as it may want them.
+    fn end_of_drain(&mut self, now: Duration, outputs: &mut Vec<Output>) {
+        if !self.attempts.holds_results() {
+            if !self.attempts.is_idle() {
+                tracing::warn!("attempts still run at the end of the drain timeout and are killed");
+            }
+            return self.finish(Finish::Killed, outputs);
+        }
+        let given_up_at = self
+            .drain_deadline
+            .unwrap_or(now)
+            .saturating_add(self.orphan_grace);
+        if given_up_at <= now {
+            tracing::warn!("the coordinator has not taken the last results: they are lost with this worker");
+            return self.finish(Finish::Killed, outputs);
+        }
+        if self.attempts.may_stop() {
+            tracing::warn!("attempts still run at the end of the drain timeout and are stopped");
+        }
+        for message in self.attempts.stop_all(false, outputs) {
+            self.send(message, outputs);
+        }
+        if !self.waits_for_results {
+            self.waits_for_results = true;
+            tracing::warn!(
+                "waiting for the coordinator to take the last results; a second signal gives them up"
+            );
+        }
+    }
+
+    /// When a worker on its way out is due: at the end of its drain timeout, and once more when nobody has taken
+    /// its results for the orphan grace.
+    fn drained_at(&self) -> Option<Duration> {
+        let grace = if self.waits_for_results {
+            self.orphan_grace
+        } else {
+            Duration::ZERO
+        };
+        Some(self.drain_deadline?.saturating_add(grace))
     }
 
     fn finish(&mut self, how: Finish, outputs: &mut Vec<Output>) {
@@ -264,6 +330,7 @@ impl Core {
         self.highest_term = welcome.term;
         self.orphan_grace = Duration::from_millis(u64::from(welcome.orphan_grace_ms));
         self.refused = None;
+        self.logs_wait = false;
         self.link = Link::up(connection, Terms::of(welcome), now);
         for superseded in &welcome.superseded {
             self.supersede(superseded, outputs);
@@ -275,10 +342,32 @@ impl Core {
     }
 
     /// The coordinator wants none of this worker. One that has served it before may change its mind (or be
-    /// replaced) within the orphan grace.
-    fn refuse(&mut self, reason: String, now: Duration, outputs: &mut Vec<Output>) {
-        if self.highest_term == 0 {
-            return self.finish(Finish::Refused(reason), outputs);
+    /// replaced) within the orphan grace, unless another process has taken the worker's name.
+    fn refuse(&mut self, refusal: Refusal, reason: String, now: Duration, outputs: &mut Vec<Output>) {
+        match refusal {
+            Refusal::Epoch { known: Some(known) } if self.highest_term == 0 => {
+                // No lease was given to this process, so it is free to call itself newer.
+                self.options.epoch = self.options.epoch.max(known.saturating_add(1));
+                tracing::warn!(
+                    epoch = self.options.epoch,
+                    "this machine's clock was set back: the worker begins above the epoch it is known by"
+                );
+                return self.lose(&reason, now, outputs);
+            }
+            Refusal::Epoch { known: None }
+                if self.highest_term == 0
+                    && now.saturating_sub(*self.rival_since.get_or_insert(now)) < RIVAL_PATIENCE =>
+            {
+                return self.lose(&reason, now, outputs);
+            }
+            Refusal::Epoch { .. } => {
+                tracing::error!(%reason, "another process has taken this worker's name: attempts are stopped");
+                return self.finish(Finish::Refused(reason), outputs);
+            }
+            Refusal::Other if self.highest_term == 0 => {
+                return self.finish(Finish::Refused(reason), outputs);
+            }
+            Refusal::Other => {}
         }
         self.lose(&reason, now, outputs);
         self.refused = Some(reason);
@@ -318,24 +407,46 @@ impl Core {
     }
 
     fn take_event(&mut self, event: DeviceEvent, outputs: &mut Vec<Output>) {
-        let message = match event {
-            DeviceEvent::Progress { lease, progress_json } => self.attempts.holds(&lease).then(|| {
-                FromWorker::Progress(Progress {
-                    lease: Some(lease),
-                    progress_json: progress_json.into(),
-                })
-            }),
-            DeviceEvent::Log { lease, lines } => self.attempts.log(lease, lines).map(FromWorker::Log),
-            DeviceEvent::Prepared { lease, address } => self.attempts.prepared(&lease, address),
+        let messages = match event {
+            DeviceEvent::Progress { lease, progress_json } => {
+                let progress = self.attempts.holds(&lease).then(|| {
+                    FromWorker::Progress(Progress {
+                        lease: Some(lease),
+                        progress_json: progress_json.into(),
+                    })
+                });
+                progress.into_iter().collect()
+            }
+            DeviceEvent::Log {
+                lease,
+                first_line,
+                lines,
+            } => {
+                self.attempts.log(&lease, first_line, lines);
+                return self.say_logs(outputs);
+            }
+            DeviceEvent::Prepared { lease, address } => {
+                self.attempts.prepared(&lease, address).into_iter().collect()
+            }
             DeviceEvent::Ended { lease, ended } => self.attempts.ended(lease, ended, outputs),
+            DeviceEvent::Gone { device } => self.attempts.device_gone(&device, outputs),
         };
-        if let Some(message) = message {
+        for message in messages {
             self.send(message, outputs);
+        }
+    }
+
+    /// Says what no stream has taken yet of the logs; without a stream, later.
+    fn say_logs(&mut self, outputs: &mut Vec<Output>) {
+        if self.is_connected() && !self.logs_wait {
+            outputs.extend(self.attempts.say_logs().into_iter().map(Output::Send));
         }
     }
 
     fn take_heartbeat(&mut self, answer: HeartbeatResponse, now: Duration, outputs: &mut Vec<Output>) {
         self.link.heartbeat_over(true);
+        self.logs_wait = false;
+        self.say_logs(outputs);
         for superseded in &answer.superseded {
             self.supersede(superseded, outputs);
         }

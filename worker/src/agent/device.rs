@@ -13,6 +13,7 @@ use tokio::sync::mpsc;
 use tracing::Instrument;
 
 use super::core::{DeviceEvent, Ended, Run};
+use super::leftover::Mark;
 use super::memory::{DeviceMemory, HostMemory, RECLAIM_TIMEOUT, wait_until_free};
 use super::options::{ChildOptions, DeviceOptions};
 use super::process::Process;
@@ -45,12 +46,19 @@ pub enum Command {
     Replace,
 }
 
-fn failed(failure: &Failure) -> Ended {
-    Ended::Failure(serde_json::to_vec(failure).unwrap_or_default())
+/// How long it may take to remove what killed children had begun to write; the file system may be away.
+const SWEEP_PATIENCE: Duration = Duration::from_secs(5);
+/// Of a failure's message: more would not fit the coordinator's messages, and tells nobody more.
+const MESSAGE_BYTES: usize = 4096;
+
+fn failed(mut failure: Failure) -> Ended {
+    let end = failure.message.floor_char_boundary(MESSAGE_BYTES);
+    failure.message.truncate(end);
+    Ended::Failure(serde_json::to_vec(&failure).unwrap_or_default())
 }
 
 fn failure(kind: FailureKind, message: String) -> Ended {
-    failed(&Failure { kind, message })
+    failed(Failure { kind, message })
 }
 
 /// The model a task keeps resident; none when any child will do.
@@ -81,8 +89,14 @@ pub struct Runner {
     events: mpsc::Sender<DeviceEvent>,
     process: Option<Process>,
     resident: Option<String>,
-    /// Process group of the child before, whose memory may not be back yet.
-    leaving: Option<i32>,
+    /// What this device's children are known by.
+    mark: Mark,
+    /// Process groups of children before, whose memory may not be back yet.
+    leaving: Vec<i32>,
+    /// Lines of the child's log that belong to attempts before the one that runs.
+    lines_before: u64,
+    /// Where the last attempt's artifacts lie.
+    store: String,
 }
 
 /// How the run of one attempt leaves the runner.
@@ -92,12 +106,13 @@ enum After {
 }
 
 impl Runner {
-    /// A device without a child yet. `coordinator` is where this host is reached from: a rank of a gang
+    /// A device without a child yet, whose children will be known by `mark`. `coordinator` is where this host is reached from: a rank of a gang
     /// gives the address of that side.
     pub fn new(
         device: DeviceOptions,
         options: ChildOptions,
         coordinator: &str,
+        mark: Mark,
         events: mpsc::Sender<DeviceEvent>,
     ) -> Self {
         Self {
@@ -110,7 +125,10 @@ impl Runner {
             events,
             process: None,
             resident: None,
-            leaving: None,
+            mark,
+            leaving: Vec::new(),
+            lines_before: 0,
+            store: String::new(),
         }
     }
 
@@ -126,6 +144,7 @@ impl Runner {
 
     /// Serves commands until the agent drops its sender; then the child is ended, or killed if it works.
     pub async fn run(mut self, mut commands: mpsc::Receiver<Command>) {
+        self.leaving = self.mark.clear().await;
         while let Some(command) = commands.recv().await {
             match command {
                 Command::Run(run) => {
@@ -184,6 +203,7 @@ impl Runner {
         commands: &mut mpsc::Receiver<Command>,
     ) -> Option<Ended> {
         let lease = run.lease;
+        self.store.clone_from(&run.artifact_store);
         let model = resident_model(&spec).map(str::to_owned);
         if model.is_some() && self.resident.is_some() && self.resident != model {
             self.end_child().await;
@@ -213,18 +233,19 @@ impl Runner {
             gang,
         };
         let request = Request::Run(Box::new(order));
-        if let Some(process) = self.process.as_mut()
-            && let Err(error) = process.send(&request).await
-        {
-            self.kill().await;
-            return Some(failure(FailureKind::Crashed, error.to_string()));
+        if let Some(process) = self.process.as_mut() {
+            self.lines_before = process.lines_passed();
+            if let Err(error) = process.send(&request) {
+                self.kill().await;
+                return Some(failure(FailureKind::Crashed, error.to_string()));
+            }
         }
         if model.is_some() {
             self.resident = model;
         }
         let outcome = match self.process.as_mut() {
             Some(process) => {
-                let watch = Watch::new(lease, is_rank, &self.options, &self.events);
+                let watch = Watch::new(lease, is_rank, self.lines_before, &self.options, &self.events);
                 watch.until_it_ends(process, commands).await
             }
             None => Outcome::Crashed,
@@ -240,8 +261,8 @@ impl Runner {
         need_bytes: u64,
         commands: &mut mpsc::Receiver<Command>,
     ) -> Option<Option<Ended>> {
-        let memory = Arc::clone(&self.memory);
-        let free = wait_until_free(&*memory, self.leaving, need_bytes, self.reclaim_timeout);
+        let (memory, leaving) = (Arc::clone(&self.memory), self.leaving.clone());
+        let free = wait_until_free(&*memory, &leaving, need_bytes, self.reclaim_timeout);
         tokio::pin!(free);
         let free = loop {
             tokio::select! {
@@ -260,8 +281,9 @@ impl Runner {
             );
             return Some(Some(failure(FailureKind::OutOfMemory, evidence)));
         }
-        self.leaving = None;
-        match Process::start(&self.options, &self.device) {
+        self.leaving.clear();
+        self.sweep().await;
+        match Process::start(&self.options, &self.device, &self.mark) {
             Ok(process) => {
                 self.process = Some(process);
                 Some(None)
@@ -284,7 +306,7 @@ impl Runner {
                 if failure.kind != FailureKind::Invalid {
                     self.end_child().await;
                 }
-                failed(&failure)
+                failed(failure)
             }
             Outcome::Garbled(reason) => {
                 self.kill().await;
@@ -294,10 +316,11 @@ impl Runner {
             Outcome::Crashed => match self.process.take() {
                 Some(process) => {
                     self.resident = None;
-                    self.leaving = process.group();
+                    self.leaving.extend(process.group());
                     let (failure, lines) = process.autopsy().await;
-                    watch::pass_log(lease, lines, &self.events);
-                    failed(&failure)
+                    self.sweep().await;
+                    watch::pass_log(lease, self.lines_before, lines, &self.events);
+                    failed(failure)
                 }
                 None => failure(FailureKind::Crashed, "the device child is gone".to_owned()),
             },
@@ -326,7 +349,7 @@ impl Runner {
     async fn end_child(&mut self) {
         self.resident = None;
         if let Some(process) = self.process.take() {
-            self.leaving = process.group();
+            self.leaving.extend(process.group());
             process.end().await;
         }
     }
@@ -335,8 +358,26 @@ impl Runner {
     async fn kill(&mut self) {
         self.resident = None;
         if let Some(process) = self.process.take() {
-            self.leaving = process.group();
+            self.leaving.extend(process.group());
             process.kill().await;
+            self.sweep().await;
+        }
+    }
+
+    /// Removes what children that are gone had begun to write.
+    async fn sweep(&self) {
+        if self.store.is_empty() {
+            return;
+        }
+        let store = self.store.clone();
+        let sweep = tokio::task::spawn_blocking(move || espalier_artifact::sweep_scratch(&store));
+        match tokio::time::timeout(SWEEP_PATIENCE, sweep).await {
+            Ok(Ok(Ok(0))) => {}
+            Ok(Ok(Ok(files))) => tracing::info!(files, "what killed children had begun to write is removed"),
+            Ok(Ok(Err(error))) => tracing::warn!(%error, "what killed children had begun to write stays"),
+            Ok(Err(_)) | Err(_) => {
+                tracing::warn!("what killed children had begun to write is not removed yet")
+            }
         }
     }
 }

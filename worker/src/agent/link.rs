@@ -3,11 +3,11 @@
 
 use std::time::Duration;
 
-use espalier_proto::MESSAGE_LIMIT_BYTES;
 use espalier_proto::v1::coordinator_message::Message as FromCoordinator;
 use espalier_proto::v1::worker_message::Message as FromWorker;
 use espalier_proto::v1::workers_client::WorkersClient;
-use espalier_proto::v1::{CoordinatorMessage, HeartbeatRequest, Hello, WorkerMessage};
+use espalier_proto::v1::{CoordinatorMessage, HeartbeatRequest, Hello, Lease, WorkerMessage};
+use espalier_proto::{KNOWN_EPOCH_METADATA, MESSAGE_LIMIT_BYTES, STALE_EPOCH_METADATA};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -15,13 +15,15 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status, Streaming};
 
-use super::core::Input;
+use super::core::{Input, Refusal};
 use crate::{Error, Result};
 
 /// Messages waiting to go out.
 const OUTBOUND: usize = 512;
 /// Room that progress and logs leave to what must arrive.
 const RESERVED: usize = 128;
+/// How long what must arrive may wait for room.
+const ROOM_PATIENCE: Duration = Duration::from_secs(5);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// A heartbeat that takes longer is lost.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -42,6 +44,8 @@ pub struct Link {
     pub connection: u64,
     outbound: mpsc::Sender<WorkerMessage>,
     heartbeats: mpsc::Sender<HeartbeatRequest>,
+    /// What must arrive found no room: nothing more is put on the stream.
+    stuck: bool,
     reader: JoinHandle<()>,
     heart: JoinHandle<()>,
 }
@@ -91,21 +95,52 @@ impl Connector {
             connection,
             outbound,
             heartbeats,
+            stuck: false,
             reader,
             heart: tokio::spawn(heart.run(requests)),
         }
     }
 }
 
+/// What became of a message.
+#[derive(Debug, PartialEq)]
+pub enum Sent {
+    /// It is on the stream, or it was progress: the next will say more.
+    Done,
+    /// Lines of a log found no room.
+    HeldBack {
+        /// The attempt that wrote them.
+        lease: Lease,
+        /// The number of the first.
+        first_line: u64,
+    },
+    /// The stream takes no more of what must arrive: it is of no more use.
+    Stuck,
+}
+
 impl Link {
-    /// Puts a message on the stream; false when one that must arrive finds no room.
-    pub fn send(&self, message: FromWorker) -> bool {
-        let must_arrive = !matches!(message, FromWorker::Progress(_) | FromWorker::Log(_));
-        if !must_arrive && self.outbound.capacity() < RESERVED {
-            return true;
-        }
+    /// Puts a message on the stream. What must arrive waits a moment for room: a worker that was away may have much
+    /// to say at once.
+    pub async fn send(&mut self, message: FromWorker) -> Sent {
+        let refused = match &message {
+            FromWorker::Progress(_) => Sent::Done,
+            FromWorker::Log(log) => Sent::HeldBack {
+                lease: log.lease.unwrap_or_default(),
+                first_line: log.first_line,
+            },
+            _ => Sent::Stuck,
+        };
         let message = Some(message);
-        self.outbound.try_send(WorkerMessage { message }).is_ok() || !must_arrive
+        let taken = if self.stuck {
+            false
+        } else if refused == Sent::Stuck {
+            let sent = timeout(ROOM_PATIENCE, self.outbound.send(WorkerMessage { message })).await;
+            self.stuck = !matches!(sent, Ok(Ok(())));
+            !self.stuck
+        } else {
+            self.outbound.capacity() >= RESERVED && self.outbound.try_send(WorkerMessage { message }).is_ok()
+        };
+        if taken { Sent::Done } else { refused }
     }
 
     /// Sends a heartbeat, unless one is still on its way.
@@ -143,6 +178,17 @@ fn is_final(code: Code) -> bool {
     )
 }
 
+/// Why the coordinator refuses a hello for good.
+pub fn refusal(status: &Status) -> Refusal {
+    let of = |name: &str| -> Option<u64> { status.metadata().get(name)?.to_str().ok()?.parse().ok() };
+    match of(STALE_EPOCH_METADATA) {
+        Some(_) => Refusal::Epoch {
+            known: of(KNOWN_EPOCH_METADATA),
+        },
+        None => Refusal::Other,
+    }
+}
+
 fn client(channel: Channel) -> WorkersClient<Channel> {
     WorkersClient::new(channel)
         .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
@@ -174,6 +220,7 @@ impl Reader {
             Ok(Ok(inbound)) => self.read(inbound).await,
             Ok(Err(status)) if is_final(status.code()) => Input::Refused {
                 connection,
+                refusal: refusal(&status),
                 reason: status.message().to_owned(),
             },
             Ok(Err(status)) => self.lost(status.message()),

@@ -57,48 +57,60 @@ pub(super) fn control_group_file(name: &str) -> Option<String> {
     std::fs::read_to_string(path).ok()
 }
 
+/// Every process of the system.
+pub(super) fn processes() -> impl Iterator<Item = i32> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok())
+}
+
 /// Living processes of a process group. One that has ended and waits for its parent holds nothing any more.
 pub fn processes_of_group(group: i32) -> Vec<i32> {
-    let Ok(entries) = std::fs::read_dir("/proc") else {
-        return Vec::new();
-    };
-    let processes = entries
-        .flatten()
-        .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    processes
-        .filter(|process| matches!(state_and_group(*process), Some((state, of)) if of == group && !matches!(state, 'Z' | 'X')))
+    let is_of_it = |stat: Stat| stat.group == group && !matches!(stat.state, 'Z' | 'X');
+    processes()
+        .filter(|process| stat(*process).is_some_and(is_of_it))
         .collect()
 }
 
-/// A process's state and group, from `/proc/<process>/stat`.
-fn state_and_group(process: i32) -> Option<(char, i32)> {
+/// Of a process, as `/proc/<process>/stat` has it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Stat {
+    state: char,
+    pub(super) group: i32,
+    /// In the system's ticks since it started.
+    pub(super) started: u64,
+}
+
+pub(super) fn stat(process: i32) -> Option<Stat> {
     let text = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
     // The name before the last parenthesis may hold anything.
     let mut fields = text.rsplit_once(')')?.1.split_whitespace();
-    let state = fields.next()?.chars().next()?;
-    let group = fields.nth(1)?.parse().ok()?;
-    Some((state, group))
+    Some(Stat {
+        state: fields.next()?.chars().next()?,
+        group: fields.nth(1)?.parse().ok()?,
+        started: fields.nth(16)?.parse().ok()?,
+    })
 }
 
-/// Waits until no process of `group` is left and `need_bytes` are free.
+/// Waits until no process of `groups` is left and `need_bytes` are free.
 ///
 /// # Errors
 /// After `patience`: what is left, in one line.
 pub async fn wait_until_free(
     memory: &dyn DeviceMemory,
-    group: Option<i32>,
+    groups: &[i32],
     need_bytes: u64,
     patience: Duration,
 ) -> std::result::Result<(), String> {
     let deadline = Instant::now() + patience;
     let mut pause = FIRST_LOOK;
     loop {
-        let left = match group {
+        let left = if groups.is_empty() {
+            Vec::new()
+        } else {
+            let groups = groups.to_vec();
             // Reading /proc takes milliseconds on a busy host.
-            Some(group) => tokio::task::spawn_blocking(move || processes_of_group(group))
-                .await
-                .unwrap_or_default(),
-            None => Vec::new(),
+            let look = move || groups.into_iter().flat_map(processes_of_group).collect();
+            tokio::task::spawn_blocking(look).await.unwrap_or_default()
         };
         let free = memory.free_bytes();
         let fits = need_bytes == 0 || free.is_none_or(|free| free >= need_bytes);
@@ -144,12 +156,12 @@ mod tests {
     #[tokio::test]
     async fn memory_that_does_not_come_back_is_told_with_its_evidence() {
         let patience = Duration::from_millis(20);
-        let told = wait_until_free(&Fixed(10), None, 11, patience).await.unwrap_err();
+        let told = wait_until_free(&Fixed(10), &[], 11, patience).await.unwrap_err();
         assert!(
             told.contains("10 bytes") && told.contains("11 are needed"),
             "{told}"
         );
-        wait_until_free(&Fixed(11), None, 11, patience).await.unwrap();
+        wait_until_free(&Fixed(11), &[], 11, patience).await.unwrap();
     }
 
     #[test]

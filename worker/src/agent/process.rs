@@ -4,21 +4,25 @@
 use std::collections::VecDeque;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use espalier_proto::task::{Failure, FailureKind};
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, Lines};
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
+use super::leftover::Mark;
 use super::memory::control_group_file;
 use super::options::{ChildOptions, DeviceOptions};
 use crate::child::protocol::{Reply, Request};
 use crate::{Error, Result};
 
-/// Log lines waiting to be passed on; more are dropped.
+/// Requests waiting for the child to read them: more than one attempt has.
+const REQUESTS: usize = 16;
+/// Log lines waiting to be passed on; more are dropped, and their numbers with them.
 const LOG_LINES: usize = 256;
 /// A log line is cut after this many bytes.
 const LINE_BYTES: usize = 4096;
@@ -32,8 +36,14 @@ const KILL_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a line that was written before an end may take to come after it.
 const LAST_LINES_PATIENCE: Duration = Duration::from_millis(2);
 
+/// How long what a child has said may take to come when it no longer reads.
+const LAST_REPLY_PATIENCE: Duration = Duration::from_secs(1);
+
 /// Log lines passed on together.
 const LINES_TOGETHER: usize = 100;
+
+/// A line of a child's log, with its number among all that the child wrote, from 1.
+pub type NumberedLine = (u64, String);
 
 /// What a child says.
 #[derive(Debug)]
@@ -43,28 +53,33 @@ pub enum FromChild {
     /// On its standard output, and not understood: whatever it was, it will not be said again.
     Garbled(String),
     /// On its standard error.
-    Log(Vec<String>),
+    Log(Vec<NumberedLine>),
 }
 
-/// A running child.
+/// A running child. Dropped without an end, it is killed with its group.
 #[derive(Debug)]
 pub struct Process {
     child: Child,
     group: Option<i32>,
-    requests: ChildStdin,
+    requests: mpsc::Sender<Vec<u8>>,
+    writer: JoinHandle<()>,
     replies: Lines<BufReader<ChildStdout>>,
-    log: mpsc::Receiver<String>,
+    log: mpsc::Receiver<NumberedLine>,
     tail: Arc<Mutex<VecDeque<String>>>,
+    /// Lines written so far, dropped ones too.
+    written: Arc<AtomicU64>,
+    /// The number of the last line that was given out.
+    passed: u64,
     log_reader: JoinHandle<()>,
     out_of_memory_kills: u64,
 }
 
 impl Process {
-    /// Starts a child for a device.
+    /// Starts a child for a device, under a mark that whoever comes after a killed agent finds it by.
     ///
     /// # Errors
     /// When the program cannot be started.
-    pub fn start(options: &ChildOptions, device: &DeviceOptions) -> Result<Self> {
+    pub fn start(options: &ChildOptions, device: &DeviceOptions, mark: &Mark) -> Result<Self> {
         let failed = |what: &str, error: std::io::Error| Error::Child {
             reason: format!("{what}: {error}"),
         };
@@ -76,6 +91,7 @@ impl Process {
         command
             .args(&options.arguments)
             .env("RAYON_NUM_THREADS", device.threads.to_string())
+            .envs(mark.variables())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -87,63 +103,75 @@ impl Process {
         let missing = || Error::Child {
             reason: "its pipes are missing".to_owned(),
         };
-        let requests = child.stdin.take().ok_or_else(missing)?;
+        let input = child.stdin.take().ok_or_else(missing)?;
         let replies = BufReader::new(child.stdout.take().ok_or_else(missing)?).lines();
         let errors = child.stderr.take().ok_or_else(missing)?;
         let group = child.id().and_then(|id| i32::try_from(id).ok());
         let (sender, log) = mpsc::channel(LOG_LINES);
         let tail = Arc::new(Mutex::new(VecDeque::new()));
-        let log_reader = tokio::spawn(read_log(errors, sender, Arc::clone(&tail)));
+        let written = Arc::new(AtomicU64::new(0));
+        let reader = LogReader {
+            sender,
+            tail: Arc::clone(&tail),
+            written: Arc::clone(&written),
+        };
+        let log_reader = tokio::spawn(reader.read(errors));
+        let (requests, lines) = mpsc::channel(REQUESTS);
+        let writer = tokio::spawn(write_requests(input, lines));
         let out_of_memory_kills = out_of_memory_kills();
         Ok(Self {
             child,
             group,
             requests,
+            writer,
             replies,
             log,
             tail,
+            written,
+            passed: 0,
             log_reader,
             out_of_memory_kills,
         })
     }
 
-    /// Sends a request.
+    /// Has a request written as soon as the child reads. Never waits for that: a child may be stopped, or hang
+    /// before it reads, and is watched meanwhile.
     ///
     /// # Errors
-    /// When the child no longer reads.
-    pub async fn send(&mut self, request: &Request) -> Result<()> {
+    /// When the child reads no longer, or not what it was sent before.
+    pub fn send(&mut self, request: &Request) -> Result<()> {
         let failed = |reason: String| Error::Child { reason };
         let mut line = serde_json::to_vec(request).map_err(|error| failed(error.to_string()))?;
         line.push(b'\n');
         self.requests
-            .write_all(&line)
-            .await
-            .map_err(|error| failed(format!("cannot be spoken to: {error}")))?;
-        self.requests
-            .flush()
-            .await
-            .map_err(|error| failed(format!("cannot be spoken to: {error}")))
+            .try_send(line)
+            .map_err(|error| failed(format!("it does not read what it is sent: {error}")))
     }
 
-    /// The next reply or lines of the log; none when the child has closed its output. Safe to drop and call
-    /// again.
+    /// The next reply or lines of the log; none when the child has closed its output or its input. Safe to drop
+    /// and call again.
     pub async fn next(&mut self) -> Option<FromChild> {
         tokio::select! {
-            line = self.replies.next_line() => match line {
-                Ok(Some(line)) => Some(match serde_json::from_str(&line) {
-                    Ok(reply) => FromChild::Reply(reply),
-                    Err(error) => FromChild::Garbled(error.to_string()),
-                }),
-                Ok(None) | Err(_) => None,
-            },
+            biased;
+            line = self.replies.next_line() => understood(line.ok().flatten()),
             Some(first) = self.log.recv() => {
                 let mut lines = vec![first];
                 while lines.len() < LINES_TOGETHER && let Ok(line) = self.log.try_recv() {
                     lines.push(line);
                 }
+                self.passed = lines.last().map_or(self.passed, |(number, _)| *number);
                 Some(FromChild::Log(lines))
             }
+            () = self.requests.closed() => {
+                let said = tokio::time::timeout(LAST_REPLY_PATIENCE, self.replies.next_line()).await;
+                understood(said.ok()?.ok().flatten())
+            }
         }
+    }
+
+    /// Lines of the log written so far, those among them that found no room too.
+    pub fn lines_written(&self) -> u64 {
+        self.written.load(Ordering::SeqCst)
     }
 
     /// The child's process group.
@@ -152,20 +180,26 @@ impl Process {
     }
 
     /// Lines of the log that were written before what was said last and have not been passed on.
-    pub async fn last_lines(&mut self) -> Vec<String> {
+    pub async fn last_lines(&mut self) -> Vec<NumberedLine> {
         let mut lines = Vec::new();
         while lines.len() < LOG_LINES
             && let Ok(Some(line)) = tokio::time::timeout(LAST_LINES_PATIENCE, self.log.recv()).await
         {
             lines.push(line);
         }
+        self.passed = lines.last().map_or(self.passed, |(number, _)| *number);
         lines
+    }
+
+    /// The number of the last line that was given out.
+    pub fn lines_passed(&self) -> u64 {
+        self.passed
     }
 
     /// Tells a child without work to end, and kills its process group when it does not.
     pub async fn end(mut self) {
         let ends = async {
-            if self.send(&Request::Shutdown).await.is_ok() {
+            if self.send(&Request::Shutdown).is_ok() {
                 let _ = self.child.wait().await;
             }
         };
@@ -177,14 +211,22 @@ impl Process {
     /// left to whoever looks whether the device is free.
     pub async fn kill(mut self) {
         self.kill_group();
-        let _ = tokio::time::timeout(KILL_PATIENCE, self.child.wait()).await;
-        self.log_reader.abort();
-        let _ = self.log_reader.await;
+        if tokio::time::timeout(KILL_PATIENCE, self.child.wait())
+            .await
+            .is_ok()
+        {
+            // Its number may be another's from here on.
+            self.group = None;
+        }
+        for task in [&mut self.log_reader, &mut self.writer] {
+            task.abort();
+            let _ = task.await;
+        }
     }
 
     /// Waits for a child that closed its output, kills what is left of its group, and says why it ended and
     /// what it wrote last.
-    pub async fn autopsy(mut self) -> (Failure, Vec<String>) {
+    pub async fn autopsy(mut self) -> (Failure, Vec<NumberedLine>) {
         let waited = tokio::time::timeout(KILL_PATIENCE, self.child.wait()).await;
         // The group may hold grandchildren even when the child itself is gone.
         self.kill_group();
@@ -197,6 +239,10 @@ impl Process {
             .is_err()
         {
             self.log_reader.abort();
+        }
+        self.writer.abort();
+        if status.is_some() {
+            self.group = None;
         }
         let mut lines = Vec::new();
         while let Ok(line) = self.log.try_recv() {
@@ -224,6 +270,29 @@ impl Process {
         if let Some(group) = self.group {
             // SAFETY: a plain system call; the group is the one this process made for the child.
             unsafe { libc::kill(-group, libc::SIGKILL) };
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill_group();
+    }
+}
+
+/// A line as the child's protocol has it; none when there is no more.
+fn understood(line: Option<String>) -> Option<FromChild> {
+    line.map(|line| match serde_json::from_str(&line) {
+        Ok(reply) => FromChild::Reply(reply),
+        Err(error) => FromChild::Garbled(error.to_string()),
+    })
+}
+
+/// Writes requests until there are no more or the child has closed its input.
+async fn write_requests(mut input: ChildStdin, mut lines: mpsc::Receiver<Vec<u8>>) {
+    while let Some(line) = lines.recv().await {
+        if input.write_all(&line).await.is_err() || input.flush().await.is_err() {
+            return;
         }
     }
 }
@@ -282,33 +351,39 @@ fn out_of_memory_kills() -> u64 {
         .unwrap_or(0)
 }
 
-async fn read_log(
-    errors: tokio::process::ChildStderr,
-    sender: mpsc::Sender<String>,
+/// Reads and numbers a child's log.
+struct LogReader {
+    sender: mpsc::Sender<NumberedLine>,
     tail: Arc<Mutex<VecDeque<String>>>,
-) {
-    let mut reader = BufReader::new(errors);
-    let mut bytes = Vec::new();
-    loop {
-        bytes.clear();
-        // A line without an end must not fill the memory: it is passed on in pieces.
-        let mut limited = (&mut reader).take(LINE_BYTES as u64);
-        match limited.read_until(b'\n', &mut bytes).await {
-            Ok(0) | Err(_) => return,
-            Ok(_) => {}
-        }
-        let line = String::from_utf8_lossy(&bytes).trim_end().to_owned();
-        if line.is_empty() {
-            continue;
-        }
-        if let Ok(mut tail) = tail.lock() {
-            if tail.len() == TAIL_LINES {
-                tail.pop_front();
+    written: Arc<AtomicU64>,
+}
+
+impl LogReader {
+    async fn read(self, errors: impl AsyncRead + Unpin) {
+        let mut reader = BufReader::new(errors);
+        let mut bytes = Vec::new();
+        loop {
+            bytes.clear();
+            // A line without an end must not fill the memory: it is passed on in pieces.
+            let mut limited = (&mut reader).take(LINE_BYTES as u64);
+            match limited.read_until(b'\n', &mut bytes).await {
+                Ok(0) | Err(_) => return,
+                Ok(_) => {}
             }
-            tail.push_back(line.clone());
+            let line = String::from_utf8_lossy(&bytes).trim_end().to_owned();
+            if line.is_empty() {
+                continue;
+            }
+            if let Ok(mut tail) = self.tail.lock() {
+                if tail.len() == TAIL_LINES {
+                    tail.pop_front();
+                }
+                tail.push_back(line.clone());
+            }
+            let number = self.written.fetch_add(1, Ordering::SeqCst) + 1;
+            // Lossy by design: a log never holds a child up. Its number tells that a line is missing.
+            let _ = self.sender.try_send((number, line));
         }
-        // Lossy by design: a log never holds a child up.
-        let _ = sender.try_send(line);
     }
 }
 
@@ -340,5 +415,22 @@ mod tests {
             classify(aborted, &line("the budget ran out"), false).kind,
             FailureKind::Crashed
         );
+    }
+
+    #[tokio::test]
+    async fn a_line_that_finds_no_room_takes_its_number_with_it() {
+        let (sender, mut log) = mpsc::channel(2);
+        let written = Arc::new(AtomicU64::new(0));
+        let reader = LogReader {
+            sender,
+            tail: Arc::default(),
+            written: Arc::clone(&written),
+        };
+        let text: &[u8] = b"one\ntwo\n\nthree\nfour\n";
+        reader.read(text).await;
+        assert_eq!(log.recv().await, Some((1, "one".to_owned())));
+        assert_eq!(log.recv().await, Some((2, "two".to_owned())));
+        assert_eq!(log.recv().await, None);
+        assert_eq!(written.load(Ordering::SeqCst), 4);
     }
 }

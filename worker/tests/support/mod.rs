@@ -11,6 +11,7 @@ use espalier_proto::v1::{Assign, Gang, Lease};
 use espalier_search::{Point, Workload};
 use espalier_worker::agent::core::{DeviceEvent, Ended, Run};
 use espalier_worker::agent::device::{Command, Runner};
+use espalier_worker::agent::leftover::Mark;
 use espalier_worker::agent::memory::DeviceMemory;
 use espalier_worker::agent::options::{ChildOptions, DeviceOptions};
 use tokio::sync::mpsc;
@@ -156,7 +157,14 @@ impl Device {
         };
         let (to_events, events) = mpsc::channel(1024);
         let (commands, received) = mpsc::channel(16);
-        let runner = Runner::new(DeviceOptions::cpu(1), options, "http://127.0.0.1:1", to_events);
+        let mark = Mark::new("http://127.0.0.1:1", &marker, "cpu");
+        let runner = Runner::new(
+            DeviceOptions::cpu(1),
+            options,
+            "http://127.0.0.1:1",
+            mark,
+            to_events,
+        );
         Self {
             commands,
             events,
@@ -180,11 +188,20 @@ impl Device {
 
     /// Gives the device an attempt.
     pub async fn run(&self, attempt: u64, spec: &TaskSpec, gang: Option<Gang>) {
+        self.give(attempt, serde_json::to_vec(spec).unwrap(), gang).await;
+    }
+
+    /// Gives the device an attempt at whatever this is.
+    pub async fn run_json(&self, attempt: u64, spec: Vec<u8>) {
+        self.give(attempt, spec, None).await;
+    }
+
+    async fn give(&self, attempt: u64, spec: Vec<u8>, gang: Option<Gang>) {
         let run = Run {
             lease: lease(attempt),
             assign: Assign {
                 lease: Some(lease(attempt)),
-                spec_json: serde_json::to_vec(spec).unwrap().into(),
+                spec_json: spec.into(),
                 gang,
                 memory_bytes: 1,
                 ..Assign::default()
@@ -210,7 +227,7 @@ impl Device {
                     }
                 }
                 DeviceEvent::Ended { ended, .. } => panic!("it has ended: {ended:?}"),
-                DeviceEvent::Log { .. } | DeviceEvent::Prepared { .. } => {}
+                DeviceEvent::Log { .. } | DeviceEvent::Prepared { .. } | DeviceEvent::Gone { .. } => {}
             }
         }
     }
@@ -221,7 +238,7 @@ impl Device {
             match self.next().await {
                 DeviceEvent::Prepared { address, .. } => return address,
                 DeviceEvent::Ended { ended, .. } => panic!("it has ended: {ended:?}"),
-                DeviceEvent::Log { .. } | DeviceEvent::Progress { .. } => {}
+                DeviceEvent::Log { .. } | DeviceEvent::Progress { .. } | DeviceEvent::Gone { .. } => {}
             }
         }
     }
@@ -236,7 +253,7 @@ impl Device {
                     return (ended, log);
                 }
                 DeviceEvent::Log { lines, .. } => log.extend(lines),
-                DeviceEvent::Progress { .. } | DeviceEvent::Prepared { .. } => {}
+                DeviceEvent::Progress { .. } | DeviceEvent::Prepared { .. } | DeviceEvent::Gone { .. } => {}
             }
         }
     }

@@ -1,8 +1,8 @@
 //! Requests in, commands to the state machine; answers wait until the turn is durable.
 
-use espalier_proto::KNOWN_EPOCH_METADATA;
 use espalier_proto::task::{Failure, FailureKind};
 use espalier_proto::v1::{self, coordinator_message::Message};
+use espalier_proto::{KNOWN_EPOCH_METADATA, STALE_EPOCH_METADATA};
 use tokio::sync::oneshot;
 use tonic::Status;
 
@@ -249,9 +249,12 @@ impl Owner {
     /// ahead once must not lock the name out, and two processes must not take it from each other in turns.
     fn refusal(&self, rejection: &Rejection) -> Status {
         let mut refusal = status(rejection);
-        let Rejection::StaleEpoch { name, known, .. } = rejection else {
+        let Rejection::StaleEpoch { name, known, said } = rejection else {
             return refusal;
         };
+        if let Ok(epoch) = said.0.to_string().parse() {
+            refusal.metadata_mut().insert(STALE_EPOCH_METADATA, epoch);
+        }
         let worker = self.state.worker_named(name).map(|worker| worker.id);
         let is_connected = worker.is_some_and(|worker| self.links.contains_key(&worker));
         if !is_connected && let Ok(epoch) = known.0.to_string().parse() {

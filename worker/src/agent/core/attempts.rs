@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use espalier_proto::task::{Failure, FailureKind};
 use espalier_proto::v1::worker_message::Message as FromWorker;
-use espalier_proto::v1::{Assign, Completed, Failed, Lease, Log, Prepared, Release, Stopped};
+use espalier_proto::v1::{Assign, Completed, Failed, Lease, Prepared, Release, Stopped};
 
 use super::interface::{Ended, Output, Run};
 use super::log::LogTail;
@@ -70,6 +70,8 @@ pub(super) struct Attempts {
     outbox: BTreeMap<Key, Unacknowledged>,
     devices: BTreeMap<String, Device>,
     over: BTreeSet<Key>,
+    /// The same, the one remembered for longest first.
+    over_in_order: VecDeque<Key>,
 }
 
 impl Attempts {
@@ -197,13 +199,9 @@ impl Attempts {
         }
     }
 
-    /// An attempt ended and its device is free. What there is to say: nothing when it is no longer ours.
-    pub(super) fn ended(
-        &mut self,
-        lease: Lease,
-        ended: Ended,
-        outputs: &mut Vec<Output>,
-    ) -> Option<FromWorker> {
+    /// An attempt ended and its device is free. What there is to say, the rest of its log first: nothing when it
+    /// is no longer ours.
+    pub(super) fn ended(&mut self, lease: Lease, ended: Ended, outputs: &mut Vec<Output>) -> Vec<FromWorker> {
         let key = key(&lease);
         let freed = self
             .devices
@@ -213,14 +211,32 @@ impl Attempts {
             device.busy = None;
             id.clone()
         });
-        let message = self
-            .held
-            .remove(&key)
-            .map(|held| self.keep(held.lease, ended, held.log));
+        let mut messages = Vec::new();
+        if let Some(mut held) = self.held.remove(&key) {
+            messages.extend(held.log.say(lease).into_iter().map(FromWorker::Log));
+            messages.push(self.keep(held.lease, ended, held.log));
+        }
         if let Some(id) = freed {
             self.start_next(&id, outputs);
         }
-        message
+        messages
+    }
+
+    /// What looks after a device has ended and begun anew: what ran there has crashed.
+    pub(super) fn device_gone(&mut self, id: &str, outputs: &mut Vec<Output>) -> Vec<FromWorker> {
+        let busy = self.devices.get_mut(id).and_then(|device| device.busy.take());
+        let Some(key) = busy else { return Vec::new() };
+        let mut messages = Vec::new();
+        if let Some(held) = self.held.remove(&key) {
+            let failure = Failure {
+                kind: FailureKind::Crashed,
+                message: format!("what looks after device {id} ended abnormally"),
+            };
+            let json = serde_json::to_vec(&failure).unwrap_or_default();
+            messages.push(self.keep(held.lease, Ended::Failure(json), held.log));
+        }
+        self.start_next(id, outputs);
+        messages
     }
 
     /// Whether an attempt waits or runs.
@@ -242,9 +258,28 @@ impl Attempts {
     }
 
     /// Takes lines of a log in; nothing when the attempt is no longer ours.
-    pub(super) fn log(&mut self, lease: Lease, lines: Vec<String>) -> Option<Log> {
-        let held = self.held.get_mut(&key(&lease))?;
-        Some(held.log.push(lease, lines))
+    pub(super) fn log(&mut self, lease: &Lease, first_line: u64, lines: Vec<String>) {
+        if let Some(held) = self.held.get_mut(&key(lease)) {
+            held.log.push(first_line, lines);
+        }
+    }
+
+    /// Lines of an attempt that found no room on the stream.
+    pub(super) fn log_held_back(&mut self, lease: &Lease, first_line: u64) {
+        if let Some(log) = self.log_of(&key(lease)) {
+            log.unsay(first_line);
+        }
+    }
+
+    fn log_of(&mut self, key: &Key) -> Option<&mut LogTail> {
+        let held = self.held.get_mut(key).map(|held| &mut held.log);
+        held.or_else(|| self.outbox.get_mut(key).map(|entry| &mut entry.log))
+    }
+
+    /// What no stream has taken yet of the logs of what runs.
+    pub(super) fn say_logs(&mut self) -> Vec<FromWorker> {
+        let logs = self.held.values_mut().flat_map(|held| held.log.say(held.lease));
+        logs.map(FromWorker::Log).collect()
     }
 
     /// A rank stands ready; what there is to say.
@@ -361,9 +396,13 @@ impl Attempts {
     }
 
     fn remember(&mut self, key: Key) {
-        self.over.insert(key);
-        if self.over.len() > OVER {
-            self.over.pop_first();
+        if self.over.insert(key) {
+            self.over_in_order.push_back(key);
+        }
+        if self.over.len() > OVER
+            && let Some(oldest) = self.over_in_order.pop_front()
+        {
+            self.over.remove(&oldest);
         }
     }
 
@@ -380,10 +419,11 @@ impl Attempts {
 
     /// Everything to say on a new stream: unacknowledged ends with their logs before them, ranks that stand
     /// ready, and logs of what runs.
-    pub(super) fn say_again(&self) -> Vec<FromWorker> {
+    pub(super) fn say_again(&mut self) -> Vec<FromWorker> {
         let mut messages = Vec::new();
-        for entry in self.outbox.values() {
-            messages.extend(entry.log.messages(entry.lease).into_iter().map(FromWorker::Log));
+        for entry in self.outbox.values_mut() {
+            entry.log.unsay(0);
+            messages.extend(entry.log.say(entry.lease).into_iter().map(FromWorker::Log));
             messages.push(entry.message.clone());
         }
         for held in self.held.values() {
@@ -399,9 +439,10 @@ impl Attempts {
                 }));
             }
         }
-        for held in self.held.values() {
-            messages.extend(held.log.messages(held.lease).into_iter().map(FromWorker::Log));
+        for held in self.held.values_mut() {
+            held.log.unsay(0);
         }
+        messages.extend(self.say_logs());
         messages
     }
 

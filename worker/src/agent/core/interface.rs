@@ -13,7 +13,8 @@ pub struct CoreOptions {
     pub name: String,
     /// Names its host; empty means the worker's own name.
     pub host: String,
-    /// Grows with each start of the process.
+    /// Grows with each start of the process. Before the first welcome it may be raised above what the coordinator
+    /// knows.
     pub epoch: u64,
     /// What it runs attempts on; ids are unique.
     pub devices: Vec<Device>,
@@ -40,8 +41,17 @@ pub enum Input {
     Refused {
         /// Which connection.
         connection: u64,
+        /// Why.
+        refusal: Refusal,
         /// What it said.
         reason: String,
+    },
+    /// The newest connection has no room for lines of a log: they are to be said again later.
+    LogHeldBack {
+        /// The attempt that wrote them.
+        lease: Lease,
+        /// The number of the first.
+        first_line: u64,
     },
     /// A message of the stream, after the welcome.
     Message {
@@ -79,6 +89,19 @@ pub enum Input {
     ShutdownAsked,
 }
 
+/// Why a hello is refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refusal {
+    /// The coordinator knows the worker by a higher epoch: another process was started under its name since, or a
+    /// clock was set back.
+    Epoch {
+        /// That epoch, when no process of it is connected.
+        known: Option<u64>,
+    },
+    /// Anything else: a coordinator that was succeeded, or builds too far apart.
+    Other,
+}
+
 /// News of a device. Each [`Output::Run`] leads to exactly one [`DeviceEvent::Ended`].
 #[derive(Debug, Clone, PartialEq)]
 pub enum DeviceEvent {
@@ -93,6 +116,9 @@ pub enum DeviceEvent {
     Log {
         /// Which attempt.
         lease: Lease,
+        /// The number of the first of them among all that the attempt wrote, from 1. Without lines: so many were
+        /// written before, whether they came or not.
+        first_line: u64,
         /// The lines.
         lines: Vec<String>,
     },
@@ -109,6 +135,11 @@ pub enum DeviceEvent {
         lease: Lease,
         /// How.
         ended: Ended,
+    },
+    /// What looks after a device has ended and begun anew: whatever ran there is over.
+    Gone {
+        /// The device.
+        device: String,
     },
 }
 
@@ -195,7 +226,8 @@ pub struct Run {
 pub enum Finish {
     /// It was asked to, and everything is handed back.
     Left,
-    /// It was asked to, and attempts that still ran at the end of the drain timeout are killed.
+    /// It was asked to, and attempts that still ran at the end of the drain timeout are killed, or the coordinator
+    /// was out of touch for too long to take the last results.
     Killed,
     /// The coordinator refuses it for good.
     Refused(String),

@@ -11,11 +11,14 @@ use tokio::time::{Instant, sleep_until};
 use super::Command;
 use crate::agent::core::{DeviceEvent, Ended};
 use crate::agent::options::ChildOptions;
-use crate::agent::process::{FromChild, Process};
+use crate::agent::process::{FromChild, NumberedLine, Process};
 use crate::child::protocol::{Reply, Request};
 
 /// A timer that fires this much too late tells that this process itself was stopped meanwhile.
 const STALL: Duration = Duration::from_secs(2);
+
+/// A larger output would not fit the coordinator's messages.
+const OUTPUT_BYTES: usize = espalier_proto::PAYLOAD_LIMIT_BYTES;
 
 /// How a watch ended.
 pub(super) enum Outcome {
@@ -39,12 +42,15 @@ pub(super) struct Watch<'a> {
     stopping: bool,
     /// A rank that waits for the others of its gang makes no progress, and should not.
     waits_for_release: bool,
+    /// Lines of the child's log that belong to attempts before.
+    lines_before: u64,
 }
 
 impl<'a> Watch<'a> {
     pub(super) fn new(
         lease: Lease,
         is_rank: bool,
+        lines_before: u64,
         options: &'a ChildOptions,
         events: &'a mpsc::Sender<DeviceEvent>,
     ) -> Self {
@@ -56,6 +62,7 @@ impl<'a> Watch<'a> {
             stop: None,
             stopping: false,
             waits_for_release: is_rank,
+            lines_before,
         }
     }
 
@@ -75,17 +82,33 @@ impl<'a> Watch<'a> {
                 biased;
                 command = commands.recv() => match command {
                     None => Some(Outcome::AgentGone),
-                    Some(command) => self.obey(command, process).await,
+                    Some(command) => self.obey(command, process),
                 },
                 said = process.next() => self.take(said),
                 () = sleep_until(deadline) => self.expire(deadline),
             };
             if let Some(outcome) = outcome {
                 if matches!(outcome, Outcome::Ended(_) | Outcome::Failed(_)) {
-                    pass_log(self.lease, process.last_lines().await, self.events);
+                    self.pass_last_lines(process).await;
                 }
                 return outcome;
             }
+        }
+    }
+
+    async fn pass_last_lines(&self, process: &mut Process) {
+        let lines = process.last_lines().await;
+        pass_log(self.lease, self.lines_before, lines, self.events);
+        let (passed, written) = (process.lines_passed(), process.lines_written());
+        if written > passed {
+            // The last ones found no room: nothing that follows would tell.
+            let first_line = written.saturating_sub(self.lines_before) + 1;
+            let lease = self.lease;
+            let _ = self.events.try_send(DeviceEvent::Log {
+                lease,
+                first_line,
+                lines: Vec::new(),
+            });
         }
     }
 
@@ -95,7 +118,7 @@ impl<'a> Watch<'a> {
             None => Some(Outcome::Crashed),
             Some(FromChild::Garbled(reason)) => Some(Outcome::Garbled(reason)),
             Some(FromChild::Log(lines)) => {
-                pass_log(self.lease, lines, self.events);
+                pass_log(self.lease, self.lines_before, lines, self.events);
                 None
             }
             Some(FromChild::Reply(reply)) => {
@@ -127,6 +150,13 @@ impl<'a> Watch<'a> {
             }
             Reply::Output { attempt, output } if attempt == lease.attempt => {
                 Some(match serde_json::to_vec(&output) {
+                    Ok(json) if json.len() > OUTPUT_BYTES => Outcome::Failed(Failure {
+                        kind: FailureKind::Invalid,
+                        message: format!(
+                            "the task's output is {} bytes of JSON, expected at most {OUTPUT_BYTES}: ask less of it",
+                            json.len()
+                        ),
+                    }),
                     Ok(json) => Outcome::Ended(Ended::Output(json)),
                     Err(error) => Outcome::Failed(Failure {
                         kind: FailureKind::Error,
@@ -143,7 +173,7 @@ impl<'a> Watch<'a> {
         }
     }
 
-    async fn obey(&mut self, command: Command, process: &mut Process) -> Option<Outcome> {
+    fn obey(&mut self, command: Command, process: &mut Process) -> Option<Outcome> {
         let attempt = self.lease.attempt;
         let request = match command {
             Command::Stop { lease, checkpoint } if lease == self.lease => {
@@ -173,8 +203,7 @@ impl<'a> Watch<'a> {
             }
             Command::Stop { .. } | Command::Release { .. } | Command::Replace => return None,
         };
-        let sent = process.send(&request).await;
-        match sent {
+        match process.send(&request) {
             Ok(()) => None,
             Err(_) if self.stopping => Some(Outcome::Killed),
             Err(_) => Some(Outcome::Crashed),
@@ -195,11 +224,27 @@ impl<'a> Watch<'a> {
     }
 }
 
-/// Passes lines of a log on.
-pub(super) fn pass_log(lease: Lease, lines: Vec<String>, events: &mpsc::Sender<DeviceEvent>) {
-    if !lines.is_empty() {
+/// Passes lines of a log on, with their numbers within the attempt: those of the child less the `before` of
+/// attempts before.
+pub(super) fn pass_log(
+    lease: Lease,
+    before: u64,
+    lines: Vec<NumberedLine>,
+    events: &mpsc::Sender<DeviceEvent>,
+) {
+    let mut rest = lines.into_iter().peekable();
+    while let Some((number, line)) = rest.next() {
+        let mut lines = vec![line];
+        while let Some((_, line)) = rest.next_if(|(next, _)| *next == number + lines.len() as u64) {
+            lines.push(line);
+        }
+        let first_line = number.saturating_sub(before);
         // Lossy by design: a log never holds work up.
-        let _ = events.try_send(DeviceEvent::Log { lease, lines });
+        let _ = events.try_send(DeviceEvent::Log {
+            lease,
+            first_line,
+            lines,
+        });
     }
 }
 
