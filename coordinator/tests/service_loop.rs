@@ -98,6 +98,17 @@ fn an_archive_does_not_wait_for_ever_for_tables_that_stand_still() {
 }
 
 #[test]
+fn tables_that_lag_are_not_waited_for_while_ended_tasks_crowd_the_state() {
+    let mut bench = Bench::new(Crowd(10_001));
+    cancelled(&mut bench, "/one");
+    bench.turn(vec![Request::Tick]);
+    assert!(!archive(&bench, 1).is_file(), "the tables know nothing of it yet");
+    cancelled(&mut bench, "/two");
+    bench.turn(vec![Request::Tick]);
+    assert!(archive(&bench, 1).is_file(), "ended tasks pile up");
+}
+
+#[test]
 fn an_archive_waits_until_the_tables_know_the_job_to_its_end() {
     let mut bench = Bench::new(Crowd(10_001));
     let data_dir = bench.directory.path().to_owned();

@@ -2,8 +2,8 @@
 //!
 //! A job that ended stays in the state for a while, so that it can be looked at; once there are many, or they are
 //! large, the oldest goes. One that failed can be retried as long as it stays, so those are only counted, and apart.
-//! An archive waits for the tables, which know how attempts went but follow at their own pace, and is durable
-//! before the journal says that the job is archived.
+//! An archive waits for the tables, which know how attempts went but follow at their own pace, unless ended tasks
+//! crowd the state meanwhile; and it is durable before the journal says that the job is archived.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -25,6 +25,8 @@ use crate::tables::{self, AttemptRow, EventRow};
 const KEPT_JOBS: usize = 16;
 /// Tasks of those.
 const KEPT_TASKS: usize = 10_000;
+/// Tasks of those with which memory matters more than what only the tables know of attempts.
+const CROWD: usize = 2 * KEPT_TASKS;
 /// Failed jobs that stay in the state, however large.
 const KEPT_FAILED: usize = 16;
 /// How long tables that stand still are waited for.
@@ -60,7 +62,7 @@ impl Owner {
         let Some((job, results)) = self.one_too_many().map(|job| (job.id, job.results)) else {
             return;
         };
-        if !self.waited_for_tables(job) {
+        if !self.is_crowded() && !self.waited_for_tables(job) {
             return;
         }
         let Some(archive) = Archive::of(&self.state, job) else {
@@ -75,6 +77,22 @@ impl Owner {
                 written: written.map_err(|error| error.to_string()),
             }
         }));
+    }
+
+    /// Whether jobs end faster than the tables follow.
+    fn is_crowded(&self) -> bool {
+        let (_, tasks) = self.ended_well();
+        tasks > CROWD
+    }
+
+    /// Jobs in the state that succeeded or were cancelled, and their tasks.
+    fn ended_well(&self) -> (usize, usize) {
+        let (mut jobs, mut tasks) = (0_usize, 0_usize);
+        for job in self.state.archivable().filter(|job| !has_failed(job)) {
+            jobs = jobs.saturating_add(1);
+            tasks = tasks.saturating_add(job.stages.iter().map(|stage| stage.tasks.len()).sum());
+        }
+        (jobs, tasks)
     }
 
     /// Whether the tables know the job to its end, or are not waited for any longer.
@@ -117,18 +135,11 @@ impl Owner {
     }
 
     fn one_too_many(&self) -> Option<&Job> {
-        let has_failed = |job: &&Job| matches!(job.phase, JobPhase::Failed { .. });
-        let mut others = self.state.archivable().filter(|job| !has_failed(job)).peekable();
-        let oldest = others.peek().copied();
-        let (mut jobs, mut tasks) = (0_usize, 0_usize);
-        for job in others {
-            jobs = jobs.saturating_add(1);
-            tasks = tasks.saturating_add(job.stages.iter().map(|stage| stage.tasks.len()).sum());
-        }
+        let (jobs, tasks) = self.ended_well();
         if jobs > KEPT_JOBS || tasks > KEPT_TASKS {
-            return oldest;
+            return self.state.archivable().find(|job| !has_failed(job));
         }
-        let mut failed = self.state.archivable().filter(has_failed);
+        let mut failed = self.state.archivable().filter(|job| has_failed(job));
         let oldest = failed.next()?;
         (failed.count() >= KEPT_FAILED).then_some(oldest)
     }
@@ -211,6 +222,10 @@ fn find_task(
         detail.attempts = view::merged(done, &rows);
         Ok(detail)
     })
+}
+
+fn has_failed(job: &Job) -> bool {
+    matches!(job.phase, JobPhase::Failed { .. })
 }
 
 /// An archived job whole.
