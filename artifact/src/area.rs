@@ -42,6 +42,11 @@ impl ObjectArea {
         }
     }
 
+    /// Where its store lies, for people.
+    pub fn location(&self) -> &str {
+        self.objects.location()
+    }
+
     fn at(&self, key: &str) -> Key {
         Key::from(format!("{}/{key}", self.prefix))
     }

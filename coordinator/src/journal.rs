@@ -58,8 +58,9 @@ pub enum Error {
     },
     /// A frame that was durable is damaged.
     #[error(
-        "journal {} is damaged at byte {offset} ({what}): restore it from a backup, or give up what came after \
-         by `{}`, which keeps a copy",
+        "journal {} is damaged at byte {offset} ({what}): with a --store, which holds what was shipped, start on \
+         an empty data directory; else restore it from a backup, or give up what came after by `{}`, which keeps a \
+         copy",
         path.display(), remedy(path.parent())
     )]
     Damaged {
@@ -83,8 +84,9 @@ pub enum Error {
     },
     /// Neither a snapshot nor the first frames are there to begin with.
     #[error(
-        "journal {} has no snapshot that can be used and does not go back to its first frame: restore it from a \
-         backup, or set it aside by `{}` and start from the artifact store or anew",
+        "journal {} has no snapshot that can be used and does not go back to its first frame: with a --store, \
+         which holds what was shipped, start on an empty data directory; else restore it from a backup, or set it \
+         aside by `{}` and start anew",
         directory.display(), remedy(Some(directory))
     )]
     NoBase {

@@ -17,6 +17,7 @@ use std::time::Duration;
 use prometheus_client::registry::Registry;
 
 use crate::scheduler::{Attempt, AttemptId, Event, Standing, State, TaskId};
+use crate::shipping::Progress;
 use durations::Durations;
 pub use labels::Expiry;
 use labels::{End, FAILURES, KINDS, STATES, failure_index, kind_index};
@@ -61,12 +62,13 @@ struct Counters {
     journal: OnceLock<PathBuf>,
     /// Milliseconds since 1970; 0 for none.
     snapshot_at: AtomicU64,
-    /// Milliseconds that the artifact store is behind the journal; `u64::MAX` when nothing is shipped.
-    ship_lag: AtomicU64,
+    /// How far shipping has come; none when nothing is shipped.
+    shipping: OnceLock<Progress>,
     disk_full: AtomicU64,
     collected_artifacts: AtomicU64,
     collected_bytes: AtomicU64,
     collections_failed: AtomicU64,
+    archives_unreadable: AtomicU64,
 }
 
 impl Default for Metrics {
@@ -85,11 +87,12 @@ impl Default for Metrics {
             watchers: zero(),
             journal: OnceLock::new(),
             snapshot_at: zero(),
-            ship_lag: AtomicU64::new(u64::MAX),
+            shipping: OnceLock::new(),
             disk_full: zero(),
             collected_artifacts: zero(),
             collected_bytes: zero(),
             collections_failed: zero(),
+            archives_unreadable: zero(),
         }))
     }
 }
@@ -202,10 +205,10 @@ impl Metrics {
         self.0.snapshot_at.store(at, Ordering::Relaxed);
     }
 
-    /// How far the artifact store is behind the journal; none when nothing is shipped.
-    pub fn set_ship_lag(&self, lag: Option<Duration>) {
-        let lag = lag.map_or(u64::MAX, |lag| u64::try_from(lag.as_millis()).unwrap_or(u64::MAX));
-        self.0.ship_lag.store(lag, Ordering::Relaxed);
+    /// The journal is shipped, and this says how far.
+    pub fn ships(&self, progress: Progress) {
+        // Said once, at the start.
+        let _ = self.0.shipping.set(progress);
     }
 
     /// Whether the journal's disk is full.
@@ -224,12 +227,20 @@ impl Metrics {
         add(Some(&self.0.collections_failed));
     }
 
+    /// So many archives of ended jobs are damaged or missing, as seen when garbage was last collected.
+    pub fn archives_unreadable(&self, archives: usize) {
+        let archives = u64::try_from(archives).unwrap_or(u64::MAX);
+        self.0.archives_unreadable.store(archives, Ordering::Relaxed);
+    }
+
+    /// See [`Metrics::archives_unreadable`].
+    pub fn unreadable_archives(&self) -> u64 {
+        self.0.archives_unreadable.load(Ordering::Relaxed)
+    }
+
     /// How far the artifact store is behind the journal; none when nothing is shipped.
     pub fn ship_lag(&self) -> Option<Duration> {
-        match self.0.ship_lag.load(Ordering::Relaxed) {
-            u64::MAX => None,
-            milliseconds => Some(Duration::from_millis(milliseconds)),
-        }
+        self.0.shipping.get().map(Progress::lag)
     }
 
     /// All of it as OpenMetrics text.

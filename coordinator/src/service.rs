@@ -162,7 +162,7 @@ impl Coordinator {
             metrics.clone(),
         );
         let tables = Tables::default();
-        let (opened, logs, log_writer) = {
+        let (opened, logs, log_writer, shipping) = {
             let own_tables = tables.clone();
             let beside = BlockingThreads {
                 runtime: tokio::runtime::Handle::current(),
@@ -186,7 +186,10 @@ impl Coordinator {
                     source,
                 })?;
                 let owner = Owner::open_fenced(options, planner, surroundings, fence)?;
-                Ok::<_, Error>((owner, logs, writer))
+                if let Some(prepared) = &shipping {
+                    prepared.settled()?;
+                }
+                Ok::<_, Error>((owner, logs, writer, shipping))
             };
             tokio::task::spawn_blocking(open)
                 .await
@@ -203,8 +206,8 @@ impl Coordinator {
         progress.durable(opened.durable());
         let loop_is_over = CancellationToken::new();
         if let Some(prepared) = shipping {
-            prepared.settled()?;
-            let shipper = prepared.shipper(opened.state().term().0, progress.clone(), metrics.clone());
+            metrics.ships(progress.clone());
+            let shipper = prepared.shipper(opened.state().term().0, progress.clone());
             // What the loop's last turn makes durable is shipped too: a worker may have been told of it already.
             tasks.spawn(shipper.run(loop_is_over.clone()));
             tasks.spawn(prepared.keeper.keep(stop.clone()));

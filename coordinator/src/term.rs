@@ -38,6 +38,21 @@ pub trait Fence: std::fmt::Debug + Send + Sync + 'static {
 
     /// Whether acknowledging and handing out is allowed at this time of the loop's clock.
     fn standing(&self, now: Duration) -> Standing;
+
+    /// A worker says that it was welcomed by a coordinator of this term, which is higher than one's own. That is
+    /// no proof: the worker may come from another cluster, or the journal may have lost its last terms.
+    fn hears_of(&self, _term: Term) -> Heard {
+        Heard::Looks
+    }
+}
+
+/// What is done about a higher term that a worker speaks of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Heard {
+    /// The terms are looked at again: [`Fence::standing`] will tell. The worker has to wait.
+    Looks,
+    /// Nobody else can have it: a term above it is begun.
+    Rises,
 }
 
 /// The fence of a coordinator with a store of its own: whoever holds the directory's lock is the only one.
@@ -51,5 +66,9 @@ impl Fence for OwnDirectory {
 
     fn standing(&self, _now: Duration) -> Standing {
         Standing::Holds
+    }
+
+    fn hears_of(&self, _term: Term) -> Heard {
+        Heard::Rises
     }
 }

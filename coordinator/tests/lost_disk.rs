@@ -6,9 +6,10 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{DEADLINE, FakeWorker, Place, Story, client, end_of, run_one};
-use espalier_coordinator::{Coordinator, CoordinatorOptions, Error, Handle};
+use common::{DEADLINE, FakeWorker, Place, Story, client, end_of, hello, run_one};
+use espalier_coordinator::{Coordinator, CoordinatorOptions, Error, Handle, doctor};
 use espalier_proto::v1::JobState;
+use tonic::Code;
 
 /// A coordinator of the one cluster on a disk of this name.
 async fn coordinator(place: &Place, disk: &str) -> Result<Handle, Error> {
@@ -101,4 +102,97 @@ async fn a_coordinator_that_still_runs_stops_by_itself_when_another_takes_over()
     assert_eq!(ended.state(), JobState::Succeeded, "{}", ended.message);
     second.shutdown(DEADLINE).await.unwrap();
     first.shutdown(DEADLINE).await.unwrap();
+}
+
+/// A first coordinator has a job, whose first task is done; then it is gone.
+async fn with_a_past(place: &Place) -> String {
+    let first = coordinator(place, "first").await.unwrap();
+    let (job, _) = client(&first).await.submit(place.spec(), "").await.unwrap();
+    std::fs::create_dir_all(place.partial().join("checkpoint")).unwrap();
+    let mut worker = FakeWorker::connect(&first, "a", 1, Vec::new()).await;
+    run_one(&mut worker).await;
+    first.shutdown(DEADLINE).await.unwrap();
+    job.id
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_start_that_failed_before_its_claim_leaves_nothing_that_makes_the_clusters_history_void() {
+    let place = Place::new();
+    let job = with_a_past(&place).await;
+    // What such a start leaves behind: a segment without a whole frame.
+    let journal = place.directory.path().join("second/journal");
+    std::fs::create_dir_all(&journal).unwrap();
+    std::fs::write(journal.join("journal-00000000000000000001.log"), [7; 5]).unwrap();
+    std::fs::write(
+        journal.join("damaged-snapshot-00000000000000000003.snap"),
+        "evidence",
+    )
+    .unwrap();
+
+    let second = coordinator(&place, "second").await.unwrap();
+    let known = client(&second).await.get(&job).await.unwrap();
+    assert_eq!(known.stages.iter().map(|stage| stage.tasks_done).sum::<u32>(), 1);
+    assert!(
+        journal
+            .join("damaged-snapshot-00000000000000000003.snap")
+            .exists(),
+        "what was set aside stays"
+    );
+    second.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_repaired_disk_that_lost_what_the_store_has_is_refused_and_an_empty_one_has_it() {
+    let place = Place::new();
+    let job = with_a_past(&place).await;
+    let data_dir = place.directory.path().join("first");
+    let segment = data_dir.join("journal/journal-00000000000000000001.log");
+    let mut bytes = std::fs::read(&segment).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    std::fs::write(&segment, bytes).unwrap();
+    let damaged = coordinator(&place, "first").await.unwrap_err().to_string();
+    assert!(damaged.contains("--store"), "{damaged}");
+    let report = doctor::repair(&data_dir).unwrap();
+    assert!(report.starts);
+    let advice = report
+        .findings
+        .iter()
+        .find(|finding| finding.problem.contains("the store"));
+    assert!(advice.is_some(), "{report:?}");
+
+    let refused = coordinator(&place, "first").await.unwrap_err().to_string();
+    let store = place.directory.path().join("store");
+    for part in [
+        "going on from here would lose",
+        "empty one",
+        store.to_str().unwrap(),
+    ] {
+        assert!(refused.contains(part), "{refused}");
+    }
+    let again = coordinator(&place, "empty").await.unwrap();
+    let known = client(&again).await.get(&job).await.unwrap();
+    assert_eq!(known.stages.iter().map(|stage| stage.tasks_done).sum::<u32>(), 1);
+    again.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_speaks_of_a_higher_term_does_not_stop_a_coordinator_that_nobody_has_succeeded() {
+    let place = Place::new();
+    let only = coordinator(&place, "only").await.unwrap();
+    client(&only).await.submit(place.spec(), "").await.unwrap();
+    let mut stranger = hello("stranger", 1, Vec::new());
+    stranger.highest_term = 9;
+    for _ in 0..3 {
+        let refused = FakeWorker::say_hello(&only, stranger.clone())
+            .await
+            .err()
+            .unwrap();
+        assert_eq!(refused.code(), Code::FailedPrecondition);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    let mut worker = FakeWorker::connect(&only, "a", 1, Vec::new()).await;
+    assert_eq!(worker.welcome.term, 1);
+    run_one(&mut worker).await;
+    only.shutdown(DEADLINE).await.unwrap();
 }

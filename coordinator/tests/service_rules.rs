@@ -80,15 +80,47 @@ async fn a_stale_term_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_coordinator_that_was_succeeded_stops() {
+async fn a_coordinator_whose_journal_lost_its_last_terms_begins_one_above_them_and_goes_on() {
     let place = Place::new();
     let handle = place.coordinator().await;
-    let mut hello = hello("a", 1, Vec::new());
-    hello.highest_term = 2;
-    let refused = FakeWorker::say_hello(&handle, hello).await.err().unwrap();
-    assert_eq!(refused.code(), Code::FailedPrecondition);
-    let why = tokio::time::timeout(DEADLINE, handle.failed()).await.unwrap();
-    assert!(why.contains("succeeded by one of term 2"), "{why}");
+    client(&handle).await.submit(place.spec(), "").await.unwrap();
+    let mut other = FakeWorker::connect(&handle, "a", 1, Vec::new()).await;
+    let running = other.assignment().await.lease.unwrap();
+    let mut hello = hello("b", 1, Vec::new());
+    hello.highest_term = 7;
+    let worker = FakeWorker::say_hello(&handle, hello).await.unwrap();
+    assert_eq!(worker.welcome.term, 8);
+    // Who was welcomed before connects again, and goes on with what it had.
+    assert!(other.heartbeat().await.is_err());
+    let mut other = FakeWorker::connect(&handle, "a", 1, vec![running]).await;
+    assert_eq!(other.welcome.term, 8);
+    other.complete(running).await;
+    assert_eq!(acknowledged(&mut other).await, running);
+    handle.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_worker_stops_a_coordinator_or_uses_its_terms_up_by_what_it_says_of_terms() {
+    let place = Place::new();
+    let handle = place.coordinator().await;
+    let mut stranger = hello("stranger", 1, Vec::new());
+    stranger.highest_term = u64::MAX;
+    let refused = FakeWorker::say_hello(&handle, stranger).await.err().unwrap();
+    assert!(refused.message().contains("another cluster"), "{refused}");
+    let mut worker = FakeWorker::connect(&handle, "a", 1, Vec::new()).await;
+    let (id, term) = (worker.welcome.worker_id, worker.welcome.term);
+    (worker.welcome.worker_id, worker.welcome.term) = (99, 5);
+    assert_eq!(
+        worker.heartbeat().await.unwrap_err().code(),
+        Code::FailedPrecondition
+    );
+    worker.welcome.worker_id = id;
+    assert_eq!(
+        worker.heartbeat().await.unwrap_err().code(),
+        Code::FailedPrecondition
+    );
+    worker.welcome.term = term;
+    assert_eq!(worker.heartbeat().await.unwrap().term, 1);
     handle.shutdown(DEADLINE).await.unwrap();
 }
 

@@ -3,13 +3,18 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use super::Report;
+use super::{Finding, Report};
 use crate::archive::Archives;
 use crate::journal::disk::{Disk, SystemDisk};
 use crate::journal::{self, Fold};
 use crate::lock::DirectoryLock;
 use crate::scheduler::State;
+use crate::shipping::CLAIMANT_FILE;
 use crate::{Error, Result, tables};
+
+const STORE_HAS_IT: &str = "the journal was shipped to the store that the coordinator ran with (--store): start it \
+     with an empty data directory and the same --store and --cluster, and it goes on from there. A repaired one is \
+     refused where the store has more";
 
 /// Looks at everything in a data directory that no coordinator runs on. Changes nothing.
 ///
@@ -36,6 +41,7 @@ pub fn check_on(disk: &Arc<dyn Disk>, data_dir: &Path) -> Result<Report> {
         check_frames(disk.as_ref(), &directory, &mut report)?;
     }
     check_archives(disk, data_dir, &mut report)?;
+    tell_of_store(disk.as_ref(), data_dir, &mut report);
     if let Err(problem) = tables::probe(data_dir) {
         let problem = format!("{problem}: they are set aside and built anew at the next start");
         report.find(&data_dir.join(tables::DIRECTORY), problem, false);
@@ -69,6 +75,19 @@ fn check_start(disk: &dyn Disk, directory: &Path, report: &mut Report) -> Result
             Ok(())
         }
     }
+}
+
+/// Damage is no reason to go on with less where an intact copy was shipped.
+fn tell_of_store(disk: &dyn Disk, data_dir: &Path, report: &mut Report) {
+    let claimant = data_dir.join(CLAIMANT_FILE);
+    let has_lost = report.findings.iter().any(|finding| finding.fatal);
+    if has_lost && disk.read(&claimant).is_ok() {
+        report.find(&claimant, STORE_HAS_IT, false);
+    }
+}
+
+pub(super) fn is_about_store(finding: &Finding) -> bool {
+    finding.problem == STORE_HAS_IT
 }
 
 fn check_snapshots(disk: &dyn Disk, directory: &Path, report: &mut Report) -> Result<()> {

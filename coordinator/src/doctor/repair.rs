@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use super::check::is_about_store;
 use super::{Report, check_on};
 use crate::journal;
 use crate::journal::disk::{Disk, SystemDisk};
@@ -51,6 +52,8 @@ pub fn repair_on(disk: &Arc<dyn Disk>, data_dir: &Path, unix_ms: u128) -> Result
         report.copies = Some(repair.copies);
         report.mended = repair.mended;
     }
+    let advice = before.findings.iter().find(|finding| is_about_store(finding));
+    report.findings.extend(advice.cloned());
     let gone = before.findings.into_iter().filter(|finding| finding.fatal);
     report.findings.splice(
         0..0,

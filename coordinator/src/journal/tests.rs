@@ -182,6 +182,20 @@ fn a_newer_schema_is_refused_by_its_number() {
 }
 
 #[test]
+fn want_of_room_is_seen_before_anything_is_promised_and_looking_leaves_nothing_behind() {
+    let (disk, directory) = (FaultyDisk::default(), Path::new("journal"));
+    let (journal, _) = open_on(Arc::new(disk.clone()), directory).unwrap();
+    let before = disk.list(directory).unwrap();
+    journal.check_room().unwrap();
+    disk.set_room(Some(40));
+    let error = journal.check_room().unwrap_err();
+    assert!(matches!(error, Error::Full { .. }), "{error}");
+    assert_eq!(disk.list(directory).unwrap(), before);
+    disk.set_room(None);
+    journal.check_room().unwrap();
+}
+
+#[test]
 fn a_full_disk_takes_back_the_whole_batch() {
     let (disk, directory) = (FaultyDisk::default(), Path::new("journal"));
     let (mut journal, _) = open_on(Arc::new(disk.clone()), directory).unwrap();

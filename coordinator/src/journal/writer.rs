@@ -12,6 +12,9 @@ use super::replay::{self, Fold, Found};
 use super::snapshot::{self, Due};
 use super::{Error, frame, io_error, segment};
 
+/// What [`Journal::check_room`] asks for.
+const ROOM_BYTES: usize = 64 << 10;
+
 /// How a journal is kept.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -113,6 +116,28 @@ impl Journal {
             position: Arc::new(AtomicU64::new(end.next.saturating_sub(1))),
             failed: false,
         })
+    }
+
+    /// Whether there is room for more than a few frames: writes a file beside them and removes it again.
+    ///
+    /// # Errors
+    /// [`Error::Full`] when there is none, any other when the disk cannot be written.
+    pub fn check_room(&self) -> Result<(), Error> {
+        let mut path = self.directory.join("room").into_os_string();
+        // Removed at the next start, should this one end in between.
+        path.push(PARTIAL);
+        let path = PathBuf::from(path);
+        let refused = |source| match is_full(&source) {
+            true => Error::Full {
+                path: self.path.clone(),
+            },
+            false => io_error("write", &path)(source),
+        };
+        let mut file = self.disk.create(&path).map_err(refused)?;
+        let written = file.append(&[b' '; ROOM_BYTES]).and_then(|()| file.sync());
+        drop(file);
+        let removed = self.disk.remove(&path);
+        written.and(removed).map_err(refused)
     }
 
     /// The last frame that is durable; 0 before the first.

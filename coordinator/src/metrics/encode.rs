@@ -135,9 +135,10 @@ fn journal(encoder: &mut DescriptorEncoder<'_>, counters: &Counters) -> Result<(
         let age = unix_ms().saturating_sub(snapshot);
         gauge_seconds(encoder, "espalier_snapshot_age", help, age)?;
     }
-    let lag = read(&counters.ship_lag);
-    if lag != u64::MAX {
+    // As of now: shipping that hangs says nothing itself.
+    if let Some(progress) = counters.shipping.get() {
         let help = "How far the artifact store is behind the journal";
+        let lag = u64::try_from(progress.lag().as_millis()).unwrap_or(u64::MAX);
         gauge_seconds(encoder, "espalier_ship_lag", help, lag)?;
     }
     Ok(())
@@ -152,7 +153,10 @@ fn garbage(encoder: &mut DescriptorEncoder<'_>, counters: &Counters) -> Result<(
     counter(encoder, "espalier_collected", help, unit, value)?;
     let help = "Collections of garbage that went wrong";
     let value = read(&counters.collections_failed);
-    counter(encoder, "espalier_collections_failed", help, None, value)
+    counter(encoder, "espalier_collections_failed", help, None, value)?;
+    let help = "Archives of ended jobs that are damaged or missing";
+    let value = read(&counters.archives_unreadable);
+    gauge(encoder, "espalier_archives_unreadable", help, None, value)
 }
 
 fn process(encoder: &mut DescriptorEncoder<'_>) -> Result<(), Error> {

@@ -62,10 +62,17 @@ fn what_is_counted_is_written_under_its_conventional_name() {
 fn nothing_is_said_of_shipping_where_nothing_is_shipped() {
     let metrics = Metrics::default();
     assert!(!metrics.text().contains("espalier_ship_lag_seconds "));
-    metrics.set_ship_lag(Some(Duration::from_millis(1500)));
-    assert_eq!(value(&metrics.text(), "espalier_ship_lag_seconds"), 1.5);
-    metrics.set_ship_lag(None);
     assert_eq!(metrics.ship_lag(), None);
+}
+
+#[test]
+fn the_lag_of_shipping_grows_while_the_store_does_not_answer() {
+    let metrics = Metrics::default();
+    metrics.ships(Progress::default());
+    let lag = || value(&metrics.text(), "espalier_ship_lag_seconds");
+    let before = lag();
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(lag() >= before + 0.02, "nobody has said anything meanwhile");
 }
 
 #[test]

@@ -110,8 +110,6 @@ pub struct Owner {
     before: Option<Box<State>>,
     /// When silence was last looked for.
     listened: Duration,
-    /// The term of the coordinator that has taken over.
-    succeeded: Option<Term>,
     stopping: bool,
 }
 
@@ -159,6 +157,8 @@ impl Owner {
             segment_bytes: options.segment_bytes,
         };
         let journal = Journal::open(disk, &directory, journal_options, &mut replayed)?;
+        // A claim is for good: a start that fails for want of room would leave one behind each time.
+        journal.check_room()?;
         let term = fence.claim(state.term(), journal.last().saturating_add(1))?;
         let known = state.workers().map(|worker| worker.id).collect::<Vec<_>>();
         // A worker has the whole of its grace to come back to a coordinator that was away itself.
@@ -192,7 +192,6 @@ impl Owner {
             full_until: None,
             before: None,
             listened: started,
-            succeeded: None,
             stopping: false,
         };
         owner.find_trouble();
@@ -251,7 +250,10 @@ impl Owner {
                 self.wait(batch);
                 return Ok(());
             }
-            Standing::Superseded { by } => return Err(self.has_successor(by)),
+            Standing::Superseded { by } => {
+                let own = self.state.term().0;
+                return Err(Error::Succeeded { own, term: by });
+            }
         }
         let mut ticked = false;
         for command in std::mem::take(&mut self.afterwards) {
@@ -296,10 +298,7 @@ impl Owner {
             self.stand();
             self.archive();
         }
-        match self.succeeded {
-            Some(term) => Err(self.has_successor(term.0)),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     /// Without authority nothing is promised, but what is durable can be looked at.
@@ -322,13 +321,6 @@ impl Owner {
                     batch.push(request);
                 }
             }
-        }
-    }
-
-    fn has_successor(&self, term: u64) -> Error {
-        Error::Succeeded {
-            own: self.state.term().0,
-            term,
         }
     }
 

@@ -7,12 +7,14 @@ use std::time::Duration;
 use espalier_artifact::{ArtifactStore, ObjectArea};
 
 use super::chain::{Piece, Snapshot, Step, after, reach, sound};
-use super::{Options, Progress, RESTORING_FILE, Shipper, mark, restore, unmark};
+use super::restore::Building;
+use super::start::{RESTORING_FILE, mark, unmark};
+use super::{Options, Progress, Shipper, restore};
 use crate::journal::disk::{Disk, SystemDisk};
 use crate::journal::tests::faulty::FaultyDisk;
 use crate::journal::{self, Fold, Journal};
-use crate::metrics::Metrics;
-use crate::term::Claim;
+use crate::service::surroundings::SystemClock;
+use crate::term::{Claim, Claims};
 
 fn claim(term: u64, from_sequence: u64) -> Claim {
     Claim {
@@ -21,6 +23,7 @@ fn claim(term: u64, from_sequence: u64) -> Claim {
         host: String::new(),
         claimant: String::new(),
         start: String::new(),
+        lease_ms: 0,
     }
 }
 
@@ -116,7 +119,16 @@ fn shipper(area: &ObjectArea, data_dir: &Path, term: u64, progress: &Progress) -
         interval: Duration::from_secs(5),
         lease: Duration::from_secs(10),
     };
-    Shipper::new(area.clone(), &options, term, progress.clone(), Metrics::default())
+    Shipper::new(area.clone(), &options, term, progress.clone())
+}
+
+/// Sets these claims in the store.
+async fn claimed(area: &ObjectArea, claims: &[Claim]) -> Claims {
+    for claim in claims {
+        let json = serde_json::to_vec(claim).unwrap();
+        area.put(&format!("terms/{}", claim.term), &json).await.unwrap();
+    }
+    Claims::new(area.clone(), "grove")
 }
 
 #[tokio::test]
@@ -133,20 +145,15 @@ async fn what_was_shipped_is_read_on_another_disk_and_what_was_not_durable_is_no
     commit(&mut written, 11..=20);
     progress.durable(15);
     shipper.ship().await.unwrap();
-    assert_eq!(progress.frames_behind(), 0);
 
-    let claims = [claim(1, 1)];
+    let claims = claimed(&area, &[claim(1, 1)]).await;
     let restored = restore(&area, &claims, &new).await.unwrap();
     assert_eq!((restored.snapshot, restored.last), (0, 15));
     let (mut going_on, numbers) = journal(&new.join("journal"));
     assert_eq!(numbers.0, (1..=15).collect::<Vec<_>>());
 
     // The successor goes on with frames of its own; what the old one still ships counts for nothing.
-    let claims = [claim(1, 1), claim(2, 16)];
-    for claim in &claims {
-        let json = serde_json::to_vec(claim).unwrap();
-        area.put(&format!("terms/{}", claim.term), &json).await.unwrap();
-    }
+    let claims = claimed(&area, &[claim(2, 16)]).await;
     progress.durable(20);
     shipper.ship().await.unwrap();
     commit(&mut going_on, 116..=118);
@@ -171,8 +178,254 @@ async fn a_damaged_piece_is_refused_by_name() {
     shipper(&area, &old, 1, &progress).ship().await.unwrap();
     let key = Piece::key(1, 1, 10);
     area.put(&key, b"other bytes").await.unwrap();
-    let refused = restore(&area, &[claim(1, 1)], &directory.path().join("new")).await;
+    let claims = claimed(&area, &[claim(1, 1)]).await;
+    let refused = restore(&area, &claims, &directory.path().join("new")).await;
     assert!(refused.unwrap_err().to_string().contains(&key));
+}
+
+/// A journal that closes a segment with each commit, so that a snapshot is due.
+fn busy_journal(directory: &Path) -> Journal {
+    let options = journal::Options { segment_bytes: 1 };
+    let mut numbers = Numbers::default();
+    Journal::open(
+        Arc::new(SystemDisk),
+        &directory.join("journal"),
+        options,
+        &mut numbers,
+    )
+    .unwrap()
+}
+
+/// Commits a number and takes the snapshot that is due then.
+fn picture(journal: &mut Journal, number: u64) {
+    commit(journal, number..=number);
+    let due = journal.snapshot_due().unwrap();
+    journal.snapshot_ended(due.take(&Numbers((1..=number).collect())));
+}
+
+fn keys(listed: Vec<espalier_artifact::StoredObject>) -> Vec<String> {
+    listed.into_iter().map(|object| object.key).collect()
+}
+
+#[tokio::test]
+async fn an_archive_that_cannot_be_read_stops_neither_the_others_nor_the_journal() {
+    let directory = tempfile::tempdir().unwrap();
+    let (area, old) = (area(directory.path()), directory.path().join("old"));
+    let (mut written, _) = journal(&old.join("journal"));
+    commit(&mut written, 1..=10);
+    std::fs::create_dir_all(old.join("archive/job-1.archive")).unwrap();
+    std::fs::write(old.join("archive/job-2.archive"), "an archive").unwrap();
+    let progress = Progress::default();
+    progress.durable(10);
+    let refused = shipper(&area, &old, 1, &progress).ship().await.unwrap_err();
+    assert!(refused.to_string().contains("job-1.archive"), "{refused}");
+    assert_eq!(area.list("archive").await.unwrap().len(), 1);
+    let claims = claimed(&area, &[claim(1, 1)]).await;
+    let restored = restore(&area, &claims, &directory.path().join("new"))
+        .await
+        .unwrap();
+    assert_eq!((restored.last, restored.archives), (10, 1));
+}
+
+#[tokio::test]
+async fn what_the_store_has_is_not_shipped_again_after_a_restart() {
+    let directory = tempfile::tempdir().unwrap();
+    let (area, old) = (area(directory.path()), directory.path().join("old"));
+    let mut written = busy_journal(&old);
+    picture(&mut written, 1);
+    std::fs::create_dir_all(old.join("archive")).unwrap();
+    std::fs::write(old.join("archive/job-1.archive"), "an archive").unwrap();
+    let progress = Progress::default();
+    progress.durable(1);
+    claimed(&area, &[claim(1, 1)]).await;
+    shipper(&area, &old, 1, &progress).ship().await.unwrap();
+    let before = keys(area.list("").await.unwrap());
+    assert_eq!(before.len(), 4, "{before:?}");
+    // Started again, with a term of its own.
+    claimed(&area, &[claim(2, 2)]).await;
+    shipper(&area, &old, 2, &progress).ship().await.unwrap();
+    let after = keys(area.list("").await.unwrap());
+    assert_eq!(after.len(), 5, "only the claim is new: {after:?}");
+    // An archive that is another's is shipped, whoever has shipped one of the same name.
+    std::fs::write(old.join("archive/job-1.archive"), "another one").unwrap();
+    shipper(&area, &old, 2, &progress).ship().await.unwrap();
+    assert_eq!(area.list("archive/2").await.unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn the_archive_of_a_coordinator_that_was_superseded_does_not_take_the_place_of_its_successors() {
+    let directory = tempfile::tempdir().unwrap();
+    let area = area(directory.path());
+    let claims = claimed(&area, &[claim(1, 1), claim(2, 5)]).await;
+    let (old, successor) = (directory.path().join("old"), directory.path().join("successor"));
+    for (disk, content) in [
+        (&successor, "of the job that is"),
+        (&old, "of the job that never was"),
+    ] {
+        std::fs::create_dir_all(disk.join("archive")).unwrap();
+        std::fs::write(disk.join("archive/job-5.archive"), content).unwrap();
+        journal(&disk.join("journal"));
+    }
+    let progress = Progress::default();
+    shipper(&area, &successor, 2, &progress).ship().await.unwrap();
+    // It wakes up, and does not know yet.
+    shipper(&area, &old, 1, &progress).ship().await.unwrap();
+    let third = directory.path().join("third");
+    restore(&area, &claims, &third).await.unwrap();
+    let taken = std::fs::read_to_string(third.join("archive/job-5.archive")).unwrap();
+    assert_eq!(taken, "of the job that is");
+}
+
+#[tokio::test]
+async fn frames_before_the_older_of_two_snapshots_go_beside_shipping() {
+    let directory = tempfile::tempdir().unwrap();
+    let (area, old) = (area(directory.path()), directory.path().join("old"));
+    let claims = claimed(&area, &[claim(1, 1)]).await;
+    let mut written = busy_journal(&old);
+    let progress = Progress::default();
+    let mut shipper = shipper(&area, &old, 1, &progress);
+    for number in 1..=4 {
+        picture(&mut written, number);
+        progress.durable(number);
+        shipper.ship().await.unwrap();
+    }
+    assert_eq!(
+        area.list("journal").await.unwrap().len(),
+        4,
+        "shipping waits for none of it"
+    );
+    super::prune::Pruner::new(area.clone(), claims.clone(), 1)
+        .prune()
+        .await
+        .unwrap();
+    assert_eq!(keys(area.list("journal").await.unwrap()), [Piece::key(1, 4, 4)]);
+    assert_eq!(
+        keys(area.list("snapshots").await.unwrap()),
+        [Snapshot::key(1, 3), Snapshot::key(1, 4)]
+    );
+    // One that was superseded removes nothing.
+    claimed(&area, &[claim(2, 5)]).await;
+    assert!(
+        super::prune::Pruner::new(area.clone(), claims.clone(), 1)
+            .prune()
+            .await
+            .is_err()
+    );
+    let restored = restore(&area, &claims, &directory.path().join("new"))
+        .await
+        .unwrap();
+    assert_eq!((restored.snapshot, restored.last, restored.term), (4, 4, 2));
+}
+
+#[tokio::test]
+async fn what_is_shipped_while_the_journal_is_built_is_taken_and_what_goes_meanwhile_begins_it_anew() {
+    let directory = tempfile::tempdir().unwrap();
+    let (area, old) = (area(directory.path()), directory.path().join("old"));
+    let claims = claimed(&area, &[claim(1, 1)]).await;
+    let known = claims.all().await.unwrap();
+    let (mut written, _) = journal(&old.join("journal"));
+    let progress = Progress::default();
+    let mut shipper = shipper(&area, &old, 1, &progress);
+    for last in [10, 20] {
+        commit(&mut written, last - 9..=last);
+        progress.durable(last);
+        shipper.ship().await.unwrap();
+    }
+    // What was listed before the second shipping.
+    let listed = |last| super::listing::Listed {
+        pieces: vec![piece(1, 1, last)],
+        snapshots: Vec::new(),
+    };
+    let new = directory.path().join("new");
+    let mut building = Building::begin(&area, &known, &new).await.unwrap();
+    assert!(building.follow(&claims, listed(10)).await.unwrap());
+    assert_eq!(building.finish().await.unwrap().last, 20);
+    assert_eq!(journal(&new.join("journal")).1.0, (1..=20).collect::<Vec<_>>());
+    // A piece that was listed and is gone.
+    let mut building = Building::begin(&area, &known, &new).await.unwrap();
+    assert!(!building.follow(&claims, listed(9)).await.unwrap());
+    // A term that was claimed meanwhile.
+    claimed(&area, &[claim(2, 11)]).await;
+    let mut building = Building::begin(&area, &known, &new).await.unwrap();
+    assert!(!building.follow(&claims, listed(10)).await.unwrap());
+}
+
+#[tokio::test]
+async fn frames_that_only_a_damaged_snapshot_leads_to_are_not_given_up() {
+    let directory = tempfile::tempdir().unwrap();
+    let (area, old) = (area(directory.path()), directory.path().join("old"));
+    let claims = claimed(&area, &[claim(1, 1)]).await;
+    let mut written = busy_journal(&old);
+    let progress = Progress::default();
+    let mut shipper = shipper(&area, &old, 1, &progress);
+    for number in 1..=3 {
+        picture(&mut written, number);
+        progress.durable(number);
+        shipper.ship().await.unwrap();
+    }
+    super::prune::Pruner::new(area.clone(), claims.clone(), 1)
+        .prune()
+        .await
+        .unwrap();
+    for sequence in [2, 3] {
+        let path = directory
+            .path()
+            .join("store/coordinator/grove")
+            .join(Snapshot::key(1, sequence));
+        std::fs::write(path, "nothing sound").unwrap();
+    }
+    let refused = restore(&area, &claims, &directory.path().join("new"))
+        .await
+        .unwrap_err();
+    let refused = refused.to_string();
+    assert!(refused.contains("frames 1 to 3 cannot be reached"), "{refused}");
+    assert!(refused.contains(&Snapshot::key(1, 3)), "{refused}");
+}
+
+#[tokio::test]
+async fn the_last_start_from_the_store_is_marked_until_its_term_is_claimed() {
+    let directory = tempfile::tempdir().unwrap();
+    let location = directory.path().join("store");
+    let store = ArtifactStore::open(location.to_str().unwrap()).unwrap();
+    let area = store.area("coordinator/grove");
+    claimed(&area, &[claim(1, 1)]).await;
+    let (old, new) = (directory.path().join("old"), directory.path().join("new"));
+    let (mut written, _) = journal(&old.join("journal"));
+    commit(&mut written, 1..=10);
+    let progress = Progress::default();
+    progress.durable(10);
+    let mut shipper = shipper(&area, &old, 1, &progress);
+    shipper.ship().await.unwrap();
+    let prepare = async || {
+        let options = Options {
+            data_dir: new.clone(),
+            cluster: "grove".to_owned(),
+            interval: Duration::from_secs(5),
+            lease: Duration::from_secs(10),
+        };
+        super::prepare(&store, options, Arc::new(SystemClock::default()))
+            .await
+            .unwrap()
+    };
+    std::fs::create_dir_all(&new).unwrap();
+    prepare().await;
+    assert!(new.join("restoring").exists());
+    // Its claim failed; by the next start the store has more.
+    commit(&mut written, 11..=12);
+    progress.durable(12);
+    shipper.ship().await.unwrap();
+    let prepared = prepare().await;
+    assert_eq!(journal(&new.join("journal")).1.0.len(), 12);
+    prepared.settled().unwrap();
+    commit(&mut written, 13..=14);
+    progress.durable(14);
+    shipper.ship().await.unwrap();
+    prepare().await;
+    assert_eq!(
+        journal(&new.join("journal")).1.0.len(),
+        12,
+        "it goes on by itself"
+    );
 }
 
 #[test]

@@ -3,7 +3,9 @@
 //! Why two never promote at once: let the older coordinator have begun its last good look at S. Had the
 //! newer one's claim been there by then, it would have been seen; so the claim was answered after S. The older
 //! promotes until S + lease; the newer from the answer + lease and a tenth (which pays for clocks that run at
-//! different rates). Each measures on its own monotonic clock; none is compared with another's.
+//! different rates). Leases may differ: each stands in its claim, and the longest is waited out. Each measures on
+//! its own monotonic clock; none is compared with another's. What the proof rests on beside that: the name of a
+//! data directory in claims is of one directory, so a directory that was copied must not be served from twice.
 
 use std::time::Duration;
 
@@ -27,7 +29,10 @@ pub enum Predecessor {
     /// There was none, or the lock of its data directory proves that it is gone.
     Gone,
     /// It lies on another disk, and may not know of its successor yet.
-    MayServe,
+    MayServe {
+        /// The longest that one of those before may promote after a look.
+        lease: Duration,
+    },
 }
 
 /// One term's authority. Times are those of one monotonic clock.
@@ -46,7 +51,10 @@ impl Authority {
     pub fn new(term: u64, lease: Duration, claimed_at: Duration, predecessor: Predecessor) -> Self {
         let wait = match predecessor {
             Predecessor::Gone => Duration::ZERO,
-            Predecessor::MayServe => lease.saturating_add(lease / 10),
+            Predecessor::MayServe { lease: theirs } => {
+                let longer = theirs.max(lease);
+                longer.saturating_add(longer / 10)
+            }
         };
         Self {
             term,

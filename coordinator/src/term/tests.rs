@@ -1,12 +1,21 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use espalier_artifact::ArtifactStore;
 use proptest::prelude::*;
 
+use super::Fence;
 use super::authority::{Authority, Predecessor, Standing};
 use super::claims::{Claim, Claimant, Claims, Plan, plan};
+use crate::journal::tests::faulty::FaultyDisk;
+use crate::scheduler::Term;
+use crate::service::owner::Owner;
+use crate::service::surroundings::{Beside, Surroundings, SystemClock, Work};
+use crate::service::{CoordinatorOptions, PipelinePlanner};
+use crate::tables::Tables;
 
 const LEASE: Duration = Duration::from_secs(10);
 
@@ -31,7 +40,7 @@ fn authority_begins_with_a_look_and_ends_a_lease_after_the_last_one_began() {
 
 #[test]
 fn a_successor_on_another_disk_waits_more_than_a_lease_though_it_has_looked() {
-    let mut authority = Authority::new(4, LEASE, seconds(5), Predecessor::MayServe);
+    let mut authority = Authority::new(4, LEASE, seconds(5), Predecessor::MayServe { lease: LEASE });
     authority.looked(seconds(6), Some(4));
     authority.looked(seconds(14), Some(4));
     assert_eq!(authority.standing(seconds(15)), Standing::Waits);
@@ -56,11 +65,12 @@ fn a_store_that_lost_our_own_claim_proves_nothing() {
     assert_eq!(authority.standing(seconds(3)), Standing::Waits);
 }
 
-fn claimant(name: &str, restored: bool) -> Claimant {
+fn claimant(name: &str, restored: Option<u64>) -> Claimant {
     Claimant {
         host: format!("host of {name}"),
         claimant: name.to_owned(),
         start: "first".to_owned(),
+        lease: LEASE,
         restored,
     }
 }
@@ -72,32 +82,64 @@ fn claim_of(name: &str, term: u64) -> Claim {
         from_sequence: 9,
         claimant: name.to_owned(),
         start: "first".to_owned(),
+        lease_ms: 10_000,
     }
 }
 
 #[test]
-fn the_same_disk_goes_on_at_once_an_empty_one_waits_and_an_old_one_is_refused() {
-    let (ours, theirs) = (claim_of("pear", 4), claim_of("plum", 4));
-    let pear = claimant("pear", false);
-    assert_eq!(plan(&pear, 0, 1, None), Plan::Claim(1, Predecessor::Gone));
-    assert_eq!(plan(&pear, 4, 50, Some(&ours)), Plan::Claim(5, Predecessor::Gone));
+fn the_same_disk_goes_on_at_once_a_restored_one_waits_and_any_other_is_refused() {
+    let (ours, theirs) = ([claim_of("pear", 4)], [claim_of("plum", 4)]);
+    let pear = claimant("pear", None);
+    let at_once = |term| Plan::Claim(term, Predecessor::Gone);
+    assert_eq!(plan(&pear, 0, 1, &[], 0), at_once(1));
+    assert_eq!(plan(&pear, 4, 50, &ours, 0), at_once(5));
     // Claimed, then stopped before the journal said so.
-    assert_eq!(plan(&pear, 3, 50, Some(&ours)), Plan::Claim(5, Predecessor::Gone));
-    assert_eq!(
-        plan(&pear, 0, 1, Some(&theirs)),
-        Plan::Claim(5, Predecessor::MayServe)
-    );
-    let restored = claimant("pear", true);
-    assert_eq!(
-        plan(&restored, 4, 50, Some(&theirs)),
-        Plan::Claim(5, Predecessor::MayServe)
-    );
-    assert_eq!(plan(&pear, 3, 50, Some(&theirs)), Plan::Refuse);
-    assert_eq!(plan(&pear, 7, 50, Some(&theirs)), Plan::Refuse);
+    assert_eq!(plan(&pear, 3, 50, &ours, 0), at_once(5));
+    let restored = claimant("pear", Some(4));
+    let waits = Plan::Claim(5, Predecessor::MayServe { lease: LEASE });
+    assert_eq!(plan(&restored, 4, 50, &theirs, 49), waits);
+    assert_eq!(plan(&restored, 4, 50, &ours, 49), at_once(5));
+    assert_eq!(plan(&pear, 3, 50, &theirs, 0), Plan::Refuse);
+    assert_eq!(plan(&pear, 7, 50, &theirs, 0), Plan::Refuse);
+}
+
+#[test]
+fn a_journal_without_a_frame_that_was_not_restored_does_not_make_the_history_of_the_cluster_void() {
+    let theirs = [claim_of("plum", 4)];
+    assert_eq!(plan(&claimant("pear", None), 0, 1, &theirs, 49), Plan::Refuse);
+}
+
+#[test]
+fn what_was_restored_before_another_claimed_is_restored_again() {
+    let claims = [claim_of("plum", 4), claim_of("fig", 5)];
+    assert_eq!(plan(&claimant("pear", Some(4)), 4, 50, &claims, 49), Plan::Again);
+}
+
+#[test]
+fn a_disk_that_lost_frames_which_the_store_has_claims_nothing() {
+    let pear = claimant("pear", None);
+    for claims in [vec![claim_of("pear", 4)], Vec::new()] {
+        assert_eq!(plan(&pear, 4, 50, &claims, 50), Plan::Behind);
+        assert_eq!(plan(&pear, 4, 50, &claims, 49), Plan::Claim(5, Predecessor::Gone));
+    }
+}
+
+#[test]
+fn the_longest_lease_of_those_before_is_waited_out() {
+    let mut patient = claim_of("plum", 3);
+    patient.lease_ms = 60_000;
+    let claims = [patient, claim_of("fig", 4)];
+    let Plan::Claim(5, predecessor) = plan(&claimant("pear", Some(4)), 4, 50, &claims, 49) else {
+        panic!("nobody has claimed meanwhile")
+    };
+    let mut authority = Authority::new(5, LEASE, seconds(0), predecessor);
+    authority.looked(seconds(60), Some(5));
+    assert_eq!(authority.standing(seconds(65)), Standing::Waits);
+    assert_eq!(authority.standing(seconds(66)), Standing::Holds);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn of_many_claims_at_once_every_one_gets_a_term_of_its_own() {
+async fn of_many_claims_at_once_on_a_new_store_one_is_made_and_the_others_start_again() {
     let directory = tempfile::tempdir().unwrap();
     let store = ArtifactStore::open(directory.path().to_str().unwrap()).unwrap();
     let claims = Claims::new(store.area("coordinator/grove"), "grove");
@@ -105,18 +147,20 @@ async fn of_many_claims_at_once_every_one_gets_a_term_of_its_own() {
         .map(|number| {
             let claims = claims.clone();
             tokio::spawn(async move {
-                let claimant = claimant(&number.to_string(), false);
-                claims.claim(&claimant, 0, 1).await.unwrap().0.term
+                let claimant = claimant(&number.to_string(), None);
+                claims.claim(&claimant, 0, 1).await
             })
         })
         .collect();
     let mut terms = Vec::new();
     for claim in running {
-        terms.push(claim.await.unwrap());
+        match claim.await.unwrap() {
+            Ok((claim, _)) => terms.push(claim.term),
+            Err(error) => assert!(error.to_string().contains("empty data directory"), "{error}"),
+        }
     }
-    terms.sort_unstable();
-    assert_eq!(terms, [1, 2, 3, 4]);
-    assert_eq!(claims.all().await.unwrap().len(), 4);
+    assert_eq!(terms, [1]);
+    assert_eq!(claims.all().await.unwrap().len(), 1);
 }
 
 #[tokio::test]
@@ -124,16 +168,17 @@ async fn a_coordinator_whose_cluster_went_on_is_told_who_holds_it_and_what_to_do
     let directory = tempfile::tempdir().unwrap();
     let store = ArtifactStore::open(directory.path().to_str().unwrap()).unwrap();
     let claims = Claims::new(store.area("coordinator/grove"), "grove");
-    claims.claim(&claimant("old", false), 0, 1).await.unwrap();
-    let (taken, _) = claims.claim(&claimant("new", true), 1, 7).await.unwrap();
+    claims.claim(&claimant("old", None), 0, 1).await.unwrap();
+    let (taken, _) = claims.claim(&claimant("new", Some(1)), 1, 7).await.unwrap();
     assert_eq!((taken.term, taken.from_sequence), (2, 7));
     let error = claims
-        .claim(&claimant("old", false), 1, 30)
+        .claim(&claimant("old", None), 1, 30)
         .await
         .unwrap_err()
         .to_string();
     for part in [
         "\"grove\"",
+        directory.path().to_str().unwrap(),
         "host of new",
         "term 2",
         "frame 7",
@@ -175,7 +220,7 @@ proptest! {
         // The two clocks have nothing in common.
         let own = |now: u64| milliseconds(now + offset);
         let claimed = claim_asked + claim_took;
-        let mut newer = Authority::new(2, lease, own(claimed), Predecessor::MayServe);
+        let mut newer = Authority::new(2, lease, own(claimed), Predecessor::MayServe { lease: LEASE });
         let mut pending: Vec<(u64, bool, u64, Option<u64>)> = Vec::new();
         let mut now = 0;
         for moment in moments {
@@ -199,4 +244,54 @@ proptest! {
             prop_assert!(!both, "both hold authority at {now} ms");
         }
     }
+}
+
+/// A fence that only counts.
+#[derive(Debug, Default)]
+struct Counting(AtomicU64);
+
+impl Fence for Counting {
+    fn claim(&self, own: Term, _next: u64) -> crate::Result<Term> {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Ok(own.next())
+    }
+
+    fn standing(&self, _now: Duration) -> Standing {
+        Standing::Holds
+    }
+}
+
+struct Idle;
+
+impl Beside for Idle {
+    fn spawn(&self, _work: Work) {}
+}
+
+#[test]
+fn no_term_is_claimed_before_the_disk_is_known_to_have_room() {
+    let (disk, fence) = (FaultyDisk::default(), Arc::new(Counting::default()));
+    let open = || {
+        let surroundings = Surroundings {
+            clock: Arc::new(SystemClock::default()),
+            beside: Arc::new(Idle),
+            disk: Arc::new(disk.clone()),
+            tables: Tables::default(),
+            store: String::new(),
+            witness: None,
+        };
+        let options = CoordinatorOptions::new("data");
+        let planner = Arc::new(PipelinePlanner);
+        Owner::open_fenced(
+            options,
+            planner,
+            surroundings,
+            Arc::clone(&fence) as Arc<dyn Fence>,
+        )
+    };
+    disk.set_room(Some(30));
+    assert!(open().unwrap_err().to_string().contains("no room"));
+    assert_eq!(fence.0.load(Ordering::Relaxed), 0);
+    disk.set_room(None);
+    open().unwrap();
+    assert_eq!(fence.0.load(Ordering::Relaxed), 1);
 }

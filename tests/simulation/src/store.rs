@@ -1,7 +1,7 @@
 //! The artifact store as coordinators use it between themselves: claims of terms, made by conditional create,
 //! and what was shipped of each journal. The rules of claims and of authority are the real ones.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -28,8 +28,9 @@ struct Shelf {
     /// Machines that cannot reach it, and how many faults say so.
     cut_off: BTreeMap<usize, u32>,
     shipped: BTreeMap<usize, Shipped>,
-    /// Machines whose journal was built from what was shipped and has no term of its own yet.
-    restored: BTreeSet<usize>,
+    /// Machines whose journal was built from what was shipped and has no term of its own yet, with the highest
+    /// term as it was built.
+    restored: BTreeMap<usize, u64>,
 }
 
 /// What was shipped from a machine.
@@ -80,7 +81,8 @@ impl VirtualStore {
 
     /// A machine's journal was built from what was shipped.
     pub fn restored(&self, machine: usize) {
-        self.shelf().restored.insert(machine);
+        let highest = self.highest_term().unwrap_or(0);
+        self.shelf().restored.insert(machine, highest);
     }
 
     /// A machine's journal says which term it claimed: from here on it goes on by itself, and once another has
@@ -95,11 +97,15 @@ impl VirtualStore {
             host: format!("machine-{machine}"),
             claimant: format!("disk-{machine}"),
             start: start.to_string(),
-            restored: shelf.restored.contains(&machine),
+            lease: TERM_LEASE,
+            restored: shelf.restored.get(&machine).copied(),
         };
-        let highest = shelf.claims.values().next_back().cloned();
-        match plan(&claimant, own.0, next, highest.as_ref()) {
-            Plan::Refuse => Err(Error::Conflict("another coordinator has taken over".to_owned())),
+        let claims: Vec<Claim> = shelf.claims.values().cloned().collect();
+        // What was shipped is stood in for by whole files: how far it reaches is not known here.
+        match plan(&claimant, own.0, next, &claims, 0) {
+            Plan::Refuse | Plan::Again | Plan::Behind => {
+                Err(Error::Conflict("another coordinator has taken over".to_owned()))
+            }
             Plan::Claim(term, predecessor) => {
                 let claim = Claim {
                     term,
@@ -107,6 +113,7 @@ impl VirtualStore {
                     from_sequence: next,
                     claimant: claimant.claimant,
                     start: claimant.start,
+                    lease_ms: u64::try_from(TERM_LEASE.as_millis()).unwrap_or(u64::MAX),
                 };
                 shelf.claims.insert(term, claim.clone());
                 Ok((claim, predecessor))

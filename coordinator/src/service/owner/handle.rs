@@ -10,6 +10,11 @@ use super::request::{Greeting, JobOrder, Reply, Report, Request, Submission, Wor
 use super::{Answer, Following, Link, Owner, status};
 use crate::scheduler::{Command, Epoch, JobId, Lease, Rejection, Standing, Term, WorkerId};
 use crate::service::Planned;
+use crate::service::watch::Watchers;
+use crate::term::Heard;
+
+/// More terms than a journal may have lost: each was the start of a coordinator.
+const TERMS_LOST: u64 = 1_000_000;
 
 impl Owner {
     pub(super) fn handle(&mut self, request: Request) {
@@ -206,9 +211,8 @@ impl Owner {
             outbox,
             stop,
         } = greeting;
-        if highest_term > self.state.term() {
-            let succeeded = self.succeeded_by(highest_term);
-            return self.later(reply, move |_| Err(succeeded));
+        if let Err(refused) = self.hears_of(highest_term) {
+            return self.later(reply, move |_| Err(refused));
         }
         let (name, epoch) = (introduction.name.clone(), introduction.epoch);
         if let Err(rejection) = self.decide(Command::Introduce(introduction)) {
@@ -276,13 +280,35 @@ impl Owner {
         }
     }
 
-    /// A worker was welcomed by a coordinator that came after this one: it stops, whatever else it believes.
-    fn succeeded_by(&mut self, term: Term) -> Status {
-        tracing::error!(%term, own = %self.state.term(), "another coordinator has taken over: this one stops");
-        self.succeeded = Some(term);
-        Status::failed_precondition(format!(
-            "this coordinator has been succeeded by one of term {term}: connect to that one"
-        ))
+    /// A worker was last welcomed by a coordinator of this term. Where it is a higher one the worker takes none
+    /// of this coordinator's, so that either somebody has taken over, or a higher term has to begin.
+    fn hears_of(&mut self, term: Term) -> Result<(), Status> {
+        let own = self.state.term();
+        if term <= own {
+            return Ok(());
+        }
+        if term.0.saturating_sub(own.0) > TERMS_LOST {
+            return Err(Status::invalid_argument(format!(
+                "the worker speaks of term {term} and this coordinator has term {own}: the worker is of another \
+                 cluster, start it anew"
+            )));
+        }
+        match self.fence.hears_of(term) {
+            Heard::Looks => Err(Status::failed_precondition(format!(
+                "the worker was welcomed by a coordinator of term {term} and this one has term {own}: it looks \
+                 whether that one has taken over. When this is said for long, the worker is of another cluster: \
+                 start it anew"
+            ))),
+            Heard::Rises => {
+                tracing::warn!(%term, %own, "the journal has lost its last terms: one above them is begun");
+                let above = Command::BeginTermAt { term: term.next() };
+                self.decide(above).map_err(|rejection| status(&rejection))?;
+                // Everybody else has to be told of it, and those who follow jobs to count anew.
+                self.links.clear();
+                self.watchers = Watchers::new(self.state.term());
+                Ok(())
+            }
+        }
     }
 
     /// What the worker should run, begin or stop but did not say it knows of.
@@ -330,9 +356,6 @@ impl Owner {
         attempts: &[Lease],
     ) -> Result<v1::HeartbeatResponse, Status> {
         let again = |what: &str| Status::failed_precondition(format!("{what}: connect again"));
-        if term > self.state.term() {
-            return Err(self.succeeded_by(term));
-        }
         if term < self.state.term() {
             return Err(again("the coordinator has been started anew"));
         }
@@ -342,6 +365,11 @@ impl Owner {
             .ok_or_else(|| again("the worker is unknown"))?;
         if known.epoch != epoch {
             return Err(again("the worker has been started anew"));
+        }
+        if term > self.state.term() {
+            // It has left for another that may have taken over. A look does no harm.
+            let _ = self.fence.hears_of(term);
+            return Err(again("a coordinator of a higher term has welcomed the worker"));
         }
         if known.standing == Standing::Lost {
             return Err(again("the worker was given up"));
