@@ -141,6 +141,20 @@ impl Archives {
         self.disk.write_whole(&path, &bytes).map_err(io_error("write"))
     }
 
+    /// Puts the bytes of a sound archive in place of one that is damaged or missing.
+    ///
+    /// # Errors
+    /// When they are damaged themselves, or cannot be written.
+    pub fn replace(&self, job: JobId, bytes: &[u8]) -> Result<(), Error> {
+        let path = self.path(job);
+        self.open(job, bytes)?;
+        self.disk.write_whole(&path, bytes).map_err(|source| Error::Io {
+            action: "replace",
+            path,
+            source,
+        })
+    }
+
     /// Reads the archive of a job.
     ///
     /// # Errors
@@ -171,7 +185,12 @@ impl Archives {
                 });
             }
         };
-        SEAL.open(job.0, &bytes).map_err(|fault| match fault {
+        self.open(job, &bytes)
+    }
+
+    fn open(&self, job: JobId, bytes: &[u8]) -> Result<Vec<u8>, Error> {
+        let path = self.path(job);
+        SEAL.open(job.0, bytes).map_err(|fault| match fault {
             Fault::Damaged(what) => Error::Damaged {
                 path,
                 what: what.to_owned(),

@@ -5,9 +5,11 @@
 //! has put and not reported yet is younger than the attempt. What is named is gathered, then the store is
 //! listed, then it is gathered again, as the journal may have grown; and right before an artifact goes its age
 //! is read again and the term's authority must hold, as a successor's jobs are not known here. A store that
-//! another cluster uses is left alone for the same reason. What is left to luck: the same bytes put again
-//! between that last look and the removal, which are next to each other. What an artifact's own bytes name is
-//! not followed: no task is given one that names others.
+//! another cluster uses is left alone for the same reason. An archive that is damaged or missing is fetched from
+//! the store again, where it was shipped; while that cannot be, whatever was put before its job ended stays. What is
+//! left to luck: the same bytes put again between the last look and the removal, which are next to each other;
+//! and bytes that only such an archive names, put again since by an attempt that never reported them. What an
+//! artifact's own bytes name is not followed: no task is given one that names others.
 
 mod needed;
 #[cfg(test)]
@@ -20,8 +22,12 @@ use std::time::Duration;
 use espalier_artifact::{ArtifactStore, Name};
 use tokio_util::sync::CancellationToken;
 
+use crate::archive::Archives;
+use crate::journal::disk::SystemDisk;
 use crate::metrics::Metrics;
+use crate::scheduler::JobId;
 use crate::service::surroundings::Clock;
+use crate::shipping;
 use crate::term::claims::store_error;
 use crate::term::{Fence, Standing};
 use crate::{Error, Result};
@@ -158,7 +164,7 @@ impl Collector {
             let now = self.clock.unix_ms();
             let idle = found
                 .into_iter()
-                .filter(|artifact| needed.spares(artifact, self.options.collect_after, now));
+                .filter(|artifact| needed.lets_go(artifact, self.options.collect_after, now));
             doomed.extend(idle.map(|artifact| artifact.name));
         }
         Ok(doomed)
@@ -174,7 +180,7 @@ impl Collector {
         let Some(artifact) = unless(stop, self.store.stat(name.as_str())).await? else {
             return Ok(());
         };
-        if !needed.spares(&artifact, self.options.collect_after, self.clock.unix_ms()) {
+        if !needed.lets_go(&artifact, self.options.collect_after, self.clock.unix_ms()) {
             return Ok(());
         }
         self.check_authority()?;
@@ -213,11 +219,15 @@ impl Collector {
     }
 
     async fn needed(&self, stop: &CancellationToken) -> Result<Needed> {
-        let (data_dir, told) = (self.options.data_dir.clone(), stop.clone());
-        // Waited for though told to stop: it looks by itself, and nothing may outlive this.
-        let mut needed = tokio::task::spawn_blocking(move || Needed::on_disk(&data_dir, &told))
-            .await
-            .map_err(|error| Error::Internal(error.to_string()))??;
+        let mut needed = self.on_disk(stop).await?;
+        let mut healed = false;
+        for job in needed.unreadable().collect::<Vec<_>>() {
+            healed |= self.heal(job, stop).await?;
+        }
+        if healed {
+            needed = self.on_disk(stop).await?;
+        }
+        self.metrics.archives_unreadable(needed.unreadable().count());
         let mut abouts: Vec<Name> = unless(stop, self.store.all_records())
             .await?
             .into_iter()
@@ -230,6 +240,42 @@ impl Collector {
             }
         }
         Ok(needed)
+    }
+
+    async fn on_disk(&self, stop: &CancellationToken) -> Result<Needed> {
+        let (data_dir, told) = (self.options.data_dir.clone(), stop.clone());
+        // Waited for though told to stop: it looks by itself, and nothing may outlive this.
+        tokio::task::spawn_blocking(move || Needed::on_disk(&data_dir, &told))
+            .await
+            .map_err(|error| Error::Internal(error.to_string()))?
+    }
+
+    /// Fetches an archive that was shipped in place of one that cannot be read. Whether there is a sound one.
+    async fn heal(&self, job: JobId, stop: &CancellationToken) -> Result<bool> {
+        let Some(cluster) = &self.options.cluster else {
+            return Ok(false);
+        };
+        let area = self.store.area(&format!("coordinator/{cluster}"));
+        let fetched = tokio::select! {
+            biased;
+            () = stop.cancelled() => return Err(Error::Stopping),
+            fetched = shipping::fetch_archive(&area, job) => fetched?,
+        };
+        let Some(bytes) = fetched else {
+            return Ok(false);
+        };
+        let archives = Archives::new(Arc::new(SystemDisk), &self.options.data_dir);
+        let replaced = tokio::task::spawn_blocking(move || archives.replace(job, &bytes))
+            .await
+            .map_err(|error| Error::Internal(error.to_string()))?;
+        match replaced {
+            Ok(()) => tracing::info!(%job, "a damaged archive was replaced by the one that was shipped"),
+            Err(error) => {
+                tracing::warn!(%job, %error, "the archive that was shipped is of no use");
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 }
 

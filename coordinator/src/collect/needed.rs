@@ -12,7 +12,7 @@ use std::time::Duration;
 use espalier_artifact::{Name, StoredArtifact};
 use tokio_util::sync::CancellationToken;
 
-use crate::archive::Archives;
+use crate::archive::{self, Archives};
 use crate::journal::{self, disk::SystemDisk};
 use crate::scheduler::{JobId, JobPhase, State};
 use crate::{Error, Result};
@@ -29,13 +29,16 @@ pub struct Needed {
     oldest_attempt: Option<i64>,
     /// When the oldest job that may run or be let go on was submitted, in ms since 1970.
     oldest_job: Option<i64>,
+    /// Archived jobs whose archive is damaged or missing, and when they ended, in ms since 1970.
+    unreadable: Vec<(JobId, i64)>,
 }
 
 impl Needed {
     /// What the journal and the archives of this data directory name. Blocks.
     ///
     /// # Errors
-    /// When any of it cannot be read: then nobody knows what it names. [`Error::Stopping`] when told to stop.
+    /// When the disk cannot be read, or the journal: then nobody knows what it names. [`Error::Stopping`] when
+    /// told to stop.
     pub fn on_disk(data_dir: &Path, stop: &CancellationToken) -> Result<Self> {
         let mut state = State::default();
         journal::read(&SystemDisk, &data_dir.join("journal"), &mut state)?;
@@ -43,16 +46,42 @@ impl Needed {
         // After the journal: a job that leaves the state meanwhile is seen there, or here, or twice.
         let archives = Archives::new(Arc::new(SystemDisk), data_dir);
         let mut jobs: BTreeSet<JobId> = archives.jobs().map_err(archive_error)?.into_iter().collect();
-        // One that is missing is an error, and not as if it named nothing.
+        // One that is missing is not as if it named nothing.
         jobs.extend(state.archived().map(|summary| summary.id));
-        drop(state);
         for job in jobs {
             if stop.is_cancelled() {
                 return Err(Error::Stopping);
             }
-            needed.names_in(&archives.json(job).map_err(archive_error)?);
+            match archives.json(job) {
+                Ok(json) => needed.names_in(&json),
+                Err(error @ (archive::Error::Missing { .. } | archive::Error::Damaged { .. })) => {
+                    needed.do_without(&state, job, error)?;
+                }
+                Err(error) => return Err(archive_error(error)),
+            }
         }
         Ok(needed)
+    }
+
+    /// What an archive names is not known: nothing that was put before its job ended may go.
+    fn do_without(&mut self, state: &State, job: JobId, error: archive::Error) -> Result<()> {
+        if let Some(summary) = state.summary(job) {
+            tracing::warn!(%error, "nothing that was put before the job ended is collected");
+            self.unreadable.push((job, summary.ended_at));
+            return Ok(());
+        }
+        // The state itself says what a job names that it knows, and no start asks for an archive of one that it does
+        // not: that was of a term that is void. One that has come since has to be seen whole.
+        if job <= state.last_job() {
+            Ok(())
+        } else {
+            Err(archive_error(error))
+        }
+    }
+
+    /// Archived jobs whose archive is damaged or missing.
+    pub fn unreadable(&self) -> impl Iterator<Item = JobId> {
+        self.unreadable.iter().map(|(job, _)| *job)
     }
 
     /// What a state names, archived jobs left out.
@@ -76,10 +105,12 @@ impl Needed {
     }
 
     /// Whether an artifact may go: nothing names it, and it was last put long enough ago.
-    pub fn spares(&self, artifact: &StoredArtifact, collect_after: Duration, now: i64) -> bool {
+    pub fn lets_go(&self, artifact: &StoredArtifact, collect_after: Duration, now: i64) -> bool {
         let put_at = artifact.modified_unix_ms;
         let young = is_within(put_at, collect_after, now) || is_since(put_at, self.oldest_attempt);
-        !young && !self.names.found.contains(&artifact.name)
+        let ended = self.unreadable.iter().map(|(_, ended_at)| *ended_at).max();
+        let may_be_named = ended.is_some_and(|ended| put_at <= ended.saturating_add(CLOCKS_DIFFER_MS));
+        !young && !may_be_named && !self.names.found.contains(&artifact.name)
     }
 
     /// Whether a record must stay: a task that waits or is held would begin from the start without it.
@@ -97,7 +128,7 @@ fn is_since(put_at: i64, begun: Option<i64>) -> bool {
     begun.is_some_and(|begun| put_at >= begun.saturating_sub(CLOCKS_DIFFER_MS))
 }
 
-fn archive_error(error: crate::archive::Error) -> Error {
+fn archive_error(error: archive::Error) -> Error {
     Error::Invalid(format!("nobody knows what an archive names: {error}"))
 }
 

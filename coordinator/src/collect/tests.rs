@@ -284,8 +284,8 @@ async fn what_is_young_or_was_put_while_an_attempt_is_open_stays() {
     assert_eq!(orchard.taken(1002 * HOUR).await, 1, "it has not");
 }
 
-#[tokio::test]
-async fn an_archived_job_keeps_what_it_names_and_one_that_cannot_be_read_stops_collecting() {
+/// An orchard with one archived job, which ended at the first hour and names an artifact put then.
+async fn with_archived_job() -> (Orchard, Name) {
     let mut orchard = Orchard::new();
     let output = orchard.put("output", HOUR).await;
     let job = orchard.submit("{}", HOUR);
@@ -295,18 +295,47 @@ async fn an_archived_job_keeps_what_it_names_and_one_that_cannot_be_read_stops_c
     orchard.succeed(job, "{}", HOUR);
     orchard.archive(job, HOUR);
     assert!(orchard.state.job(job).is_none());
+    (orchard, output)
+}
+
+#[tokio::test]
+async fn an_archived_job_keeps_what_it_names_and_while_it_cannot_be_read_all_that_was_put_before_it_ended() {
+    let (mut orchard, output) = with_archived_job().await;
     assert_eq!(orchard.taken(100 * HOUR).await, 0);
-    let garbage = orchard.put("garbage", HOUR).await;
+    let before = orchard.put("it may name this", HOUR).await;
     let archive = orchard.data_dir().join("archive/job-1.archive");
-    for damage in [Some(b"nothing sound".as_slice()), None] {
+    for (damage, content) in [(Some(b"nothing sound".as_slice()), "after"), (None, "later")] {
         match damage {
             Some(damage) => std::fs::write(&archive, damage).unwrap(),
             None => std::fs::remove_file(&archive).unwrap(),
         }
-        let refused = orchard.collect(100 * HOUR).await.unwrap_err().to_string();
-        assert!(refused.contains("job-1.archive"), "{refused}");
+        orchard.put(content, 9 * HOUR).await;
+        assert_eq!(orchard.taken(100 * HOUR).await, 1, "what was put since goes");
+        assert_eq!(orchard.metrics.unreadable_archives(), 1);
     }
-    assert!(orchard.has(&output).await && orchard.has(&garbage).await);
+    assert!(orchard.has(&output).await && orchard.has(&before).await);
+    // Of a job that was never archived nobody asks what it names.
+    let void = orchard.submit("{}", 2 * HOUR);
+    std::fs::write(orchard.data_dir().join(format!("archive/{void}.archive")), "void").unwrap();
+    orchard.collect(100 * HOUR).await.unwrap();
+    assert_eq!(orchard.metrics.unreadable_archives(), 1);
+}
+
+#[tokio::test]
+async fn a_damaged_archive_that_was_shipped_is_fetched_again() {
+    let (mut orchard, output) = with_archived_job().await;
+    let before = orchard.put("nobody names this", HOUR).await;
+    let archive = orchard.data_dir().join("archive/job-1.archive");
+    let sound = std::fs::read(&archive).unwrap();
+    let area = orchard.store.area("coordinator/grove");
+    area.put("archive/1/job-1-0123456789abcdef", &sound)
+        .await
+        .unwrap();
+    std::fs::write(&archive, "nothing sound").unwrap();
+    assert_eq!(orchard.taken(100 * HOUR).await, 1);
+    assert!(orchard.has(&output).await && !orchard.has(&before).await);
+    assert_eq!(std::fs::read(&archive).unwrap(), sound);
+    assert_eq!(orchard.metrics.unreadable_archives(), 0);
 }
 
 #[tokio::test]

@@ -109,6 +109,7 @@ pub async fn health(State(sources): State<Sources>) -> Json<Value> {
         "ready": ready.is_ok(),
         "reason": ready.err().unwrap_or_default(),
         "disk_full": sources.vitals.is_disk_full(),
+        "unreadable_archives": sources.metrics.unreadable_archives(),
         "ship_lag_ms": ship_lag.map(|lag| u64::try_from(lag.as_millis()).unwrap_or(u64::MAX)),
         "version": env!("CARGO_PKG_VERSION"),
     }))

@@ -103,7 +103,7 @@ proptest! {
             state = orchard.state;
         }
         let needed = Needed::of(&state).unwrap();
-        let spared = needed.spares(&artifact, COLLECT_AFTER, now * HOUR);
+        let spared = needed.lets_go(&artifact, COLLECT_AFTER, now * HOUR);
         let young = now - put <= 24 || began.is_some_and(|began| put >= began - 1);
         prop_assert_eq!(spared, !young);
     }
