@@ -23,6 +23,22 @@ impl BlockingStore {
         Self::over(ArtifactStore::open(location)?)
     }
 
+    /// As [`ArtifactStore::open_existing`].
+    ///
+    /// # Errors
+    /// As [`ArtifactStore::open_existing`], or when no runtime can be made.
+    pub fn open_existing(location: &str) -> Result<Self> {
+        Self::over(ArtifactStore::open_existing(location)?)
+    }
+
+    /// As [`ArtifactStore::require`].
+    ///
+    /// # Errors
+    /// As [`ArtifactStore::require`].
+    pub fn require(&self, id: &str) -> Result<()> {
+        self.runtime.block_on(self.store.require(id))
+    }
+
     /// The same over a store that is open already.
     ///
     /// # Errors

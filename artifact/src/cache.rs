@@ -67,6 +67,27 @@ pub(crate) fn sweep(directory: &Path, doomed: impl Fn(&str) -> bool) -> Result<u
     Ok(removed)
 }
 
+/// Whether a file is one that the object store stages beside an object before it is promoted: no key has a `#`.
+pub(crate) fn is_staged(name: &str) -> bool {
+    name.rsplit_once('#')
+        .is_some_and(|(_, suffix)| !suffix.is_empty() && suffix.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+/// As [`sweep`], of staged files at any depth below a directory.
+pub(crate) fn sweep_staged(directory: &Path) -> Result<u64> {
+    let mut removed = sweep(directory, is_staged)?;
+    let Ok(entries) = fs::read_dir(directory) else {
+        return Ok(removed);
+    };
+    for entry in entries.flatten() {
+        // Not through links: what they lead to is not the store's.
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            removed = removed.saturating_add(sweep_staged(&entry.path())?);
+        }
+    }
+    Ok(removed)
+}
+
 impl Cache {
     pub fn open(options: &Options) -> Result<Self> {
         let cache = Self {

@@ -33,6 +33,17 @@ pub enum Error {
         /// The variables to set, or what else would be right.
         remedy: String,
     },
+    /// Not the store that was meant: another, or none where it should be, as when a directory is not mounted.
+    #[error(
+        "artifact store {location}: {reason}: mount the coordinator's directory there (of a bucket, name the same \
+         server in this host's environment), or start the coordinator with a --store that every worker reaches"
+    )]
+    Foreign {
+        /// The store.
+        location: String,
+        /// What was found and what was expected.
+        reason: String,
+    },
     /// A setting of the environment that is not understood.
     #[error("{variable} is {value:?}, expected {expected}")]
     Setting {

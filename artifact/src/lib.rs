@@ -11,6 +11,7 @@ mod area;
 mod blocking;
 mod cache;
 mod error;
+mod identity;
 mod location;
 mod name;
 mod objects;

@@ -4,17 +4,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use object_store::aws::AmazonS3Builder;
-use object_store::azure::MicrosoftAzureBuilder;
-use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::local::LocalFileSystem;
 use object_store::prefix::PrefixStore;
-use object_store::{BackoffConfig, ClientOptions, ObjectStore, RetryConfig};
+use object_store::{BackoffConfig, ClientConfigKey, ObjectStore, RetryConfig};
 
+use crate::identity::foreign;
 use crate::{Error, Result};
 
-/// One request, body included; a longer transfer is made of several.
-const REQUEST_DEADLINE: Duration = Duration::from_secs(60);
+/// One request, body included, unless the environment says otherwise; a longer transfer is made of several.
+const REQUEST_DEADLINE: &str = "60 s";
 /// Requests that failed in a way that may pass are repeated this long.
 const RETRY_DEADLINE: Duration = Duration::from_secs(60);
 
@@ -80,17 +81,26 @@ const GS_REMEDY: &str = "set GOOGLE_SERVICE_ACCOUNT to the path of a service acc
 const AZ_REMEDY: &str = "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY \
     (or AZURE_STORAGE_CLIENT_ID, AZURE_STORAGE_CLIENT_SECRET and AZURE_STORAGE_TENANT_ID)";
 
+/// What becomes of a directory that is not there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Absent {
+    /// It is made.
+    Make,
+    /// It is refused: it may be one that is not mounted.
+    Refuse,
+}
+
 /// Opens what a location names; speaks to nobody.
-pub(crate) fn open(location: &str) -> Result<Opened> {
+pub(crate) fn open(location: &str, absent: Absent) -> Result<Opened> {
     let (scheme, rest) = match location.split_once("://") {
-        None => return local(location, location),
+        None => return local(location, location, absent),
         Some(parts) => parts,
     };
     if scheme == "file" {
         if !rest.starts_with('/') {
             return Err(refused(location, "a file URL needs an absolute path"));
         }
-        return local(location, rest);
+        return local(location, rest, absent);
     }
     let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
     let prefix = prefix.trim_matches('/');
@@ -141,7 +151,7 @@ fn within(store: impl ObjectStore, prefix: object_store::path::Path) -> Arc<dyn 
     }
 }
 
-fn local(location: &str, directory: &str) -> Result<Opened> {
+fn local(location: &str, directory: &str, absent: Absent) -> Result<Opened> {
     if directory.is_empty() {
         return Err(refused(location, "it is empty"));
     }
@@ -149,7 +159,11 @@ fn local(location: &str, directory: &str) -> Result<Opened> {
         path: PathBuf::from(directory),
         source,
     };
-    std::fs::create_dir_all(directory).map_err(failed)?;
+    match absent {
+        Absent::Make => std::fs::create_dir_all(directory).map_err(failed)?,
+        Absent::Refuse if Path::new(directory).is_dir() => {}
+        Absent::Refuse => return Err(foreign(directory, "there is no such directory")),
+    }
     let root = std::fs::canonicalize(Path::new(directory)).map_err(failed)?;
     let store = LocalFileSystem::new_with_prefix(&root)
         .map_err(|source| refused(location, &source.to_string()))?
@@ -171,11 +185,6 @@ fn retry() -> RetryConfig {
         max_retries: 8,
         retry_timeout: RETRY_DEADLINE,
     }
-}
-
-/// How requests are made, where the environment does not say otherwise.
-fn client() -> ClientOptions {
-    ClientOptions::new().with_timeout(REQUEST_DEADLINE)
 }
 
 fn set(variable: &str) -> bool {
@@ -218,8 +227,13 @@ fn s3(location: &str, bucket: &str) -> Result<impl ObjectStore> {
             remedy: "give an https:// URL, or set AWS_ALLOW_HTTP=true for a network you trust".to_owned(),
         });
     }
-    AmazonS3Builder::from_env()
-        .with_client_options(client().with_allow_http(allows_http))
+    let mut builder = AmazonS3Builder::from_env();
+    if !set("AWS_TIMEOUT") {
+        let timeout = AmazonS3ConfigKey::Client(ClientConfigKey::Timeout);
+        builder = builder.with_config(timeout, REQUEST_DEADLINE);
+    }
+    builder
+        .with_allow_http(allows_http)
         .with_retry(retry())
         .with_bucket_name(bucket)
         .build()
@@ -227,8 +241,12 @@ fn s3(location: &str, bucket: &str) -> Result<impl ObjectStore> {
 }
 
 fn gs(location: &str, bucket: &str) -> Result<impl ObjectStore> {
-    GoogleCloudStorageBuilder::from_env()
-        .with_client_options(client())
+    let mut builder = GoogleCloudStorageBuilder::from_env();
+    if !set("GOOGLE_TIMEOUT") {
+        let timeout = GoogleConfigKey::Client(ClientConfigKey::Timeout);
+        builder = builder.with_config(timeout, REQUEST_DEADLINE);
+    }
+    builder
         .with_retry(retry())
         .with_bucket_name(bucket)
         .build()
@@ -239,8 +257,12 @@ fn az(location: &str, container: &str) -> Result<impl ObjectStore> {
     if !set("AZURE_STORAGE_ACCOUNT_NAME") && !set("AZURE_STORAGE_USE_EMULATOR") {
         return Err(missing(location, "AZURE_STORAGE_ACCOUNT_NAME", AZ_REMEDY));
     }
-    MicrosoftAzureBuilder::from_env()
-        .with_client_options(client())
+    let mut builder = MicrosoftAzureBuilder::from_env();
+    if !set("AZURE_TIMEOUT") {
+        let timeout = AzureConfigKey::Client(ClientConfigKey::Timeout);
+        builder = builder.with_config(timeout, REQUEST_DEADLINE);
+    }
+    builder
         .with_retry(retry())
         .with_container_name(container)
         .build()

@@ -175,7 +175,10 @@ impl Objects {
 
     async fn put_in_parts(&self, key: &Key, bytes: Bytes) -> Result<()> {
         let mut upload = self.begin_upload(key, bytes.len() as u64).await?;
-        upload.write(bytes).await?;
+        if let Err(error) = upload.write(bytes).await {
+            upload.abort().await;
+            return Err(error);
+        }
         upload.finish().await
     }
 

@@ -9,7 +9,8 @@ use std::time::SystemTime;
 use bytes::Bytes;
 use object_store::path::Path as Key;
 
-use crate::cache::{Cache, io_error, sweep, unused_path};
+use crate::cache::{Cache, io_error, is_staged, sweep, sweep_staged, unused_path};
+use crate::location::{Absent, Opened};
 use crate::objects::{Objects, PART_BYTES};
 use crate::sealed::{seal, unseal};
 use crate::{Error, Name, ObjectArea, Options, Result, hash_file, location};
@@ -17,7 +18,7 @@ use crate::{Error, Name, ObjectArea, Options, Result, hash_file, location};
 /// Artifacts below one root. Cheap to clone; safe to use from many processes at once.
 #[derive(Debug, Clone)]
 pub struct ArtifactStore {
-    objects: Objects,
+    pub(crate) objects: Objects,
     place: Place,
 }
 
@@ -58,7 +59,19 @@ impl ArtifactStore {
     /// # Errors
     /// As [`ArtifactStore::open`].
     pub fn open_with(location: &str, options: &Options) -> Result<Self> {
-        let opened = location::open(location)?;
+        Self::place(location::open(location, Absent::Make)?, options)
+    }
+
+    /// As [`ArtifactStore::open`], of a store that somebody else has made: a directory that is absent is one that
+    /// is not mounted, and is not made.
+    ///
+    /// # Errors
+    /// As [`ArtifactStore::open`], and [`Error::Foreign`].
+    pub fn open_existing(location: &str) -> Result<Self> {
+        Self::place(location::open(location, Absent::Refuse)?, &Options::from_env()?)
+    }
+
+    fn place(opened: Opened, options: &Options) -> Result<Self> {
         let place = match opened.root {
             Some(root) => Place::Here(root),
             None => Place::Away(Cache::open(options)?),
@@ -296,6 +309,10 @@ impl ArtifactStore {
                     let unfinished = |name: &str| Name::from_str(name).is_err();
                     removed = removed.saturating_add(sweep(&fan, unfinished)?);
                 }
+                for room in ["records", "coordinator"] {
+                    removed = removed.saturating_add(sweep_staged(&root.join(room))?);
+                }
+                removed = removed.saturating_add(sweep(&root, is_staged)?);
                 Ok(removed)
             }
         })
@@ -432,8 +449,11 @@ fn take_file(root: &Path, path: &Path) -> Result<Name> {
         }
         fs::remove_file(path).map_err(io_error(path))?;
     }
-    File::open(directory)
-        .and_then(|directory| directory.sync_all())
-        .map_err(io_error(directory))?;
+    // The root too: the fan may be new, made by us or by somebody who has not come to this yet.
+    for changed in [directory, root] {
+        File::open(changed)
+            .and_then(|changed| changed.sync_all())
+            .map_err(io_error(changed))?;
+    }
     Ok(name)
 }

@@ -77,27 +77,31 @@ impl Server {
         Some(server)
     }
 
-    /// Runs one of the ignored tests with a location and these variables; gives what it printed.
     fn run(&self, test: &str, location: &str, variables: &[(&str, &str)]) -> (bool, String) {
-        let cache = tempfile::tempdir().unwrap();
-        let output = Command::new(std::env::current_exe().unwrap())
-            .args(["--ignored", "--exact", test, "--nocapture", "--test-threads=1"])
-            .env_clear()
-            .env("ESPALIER_CACHE_DIR", cache.path())
-            .env(LOCATION, location)
-            .env("AWS_ENDPOINT", format!("http://{}", self.address))
-            .env("AWS_ALLOW_HTTP", "true")
-            .env("AWS_ACCESS_KEY_ID", "anybody")
-            .env("AWS_SECRET_ACCESS_KEY", "anything")
-            .envs(variables.iter().copied())
-            .output()
-            .unwrap();
-        let printed = [output.stdout, output.stderr].concat();
-        (
-            output.status.success(),
-            String::from_utf8_lossy(&printed).into_owned(),
-        )
+        run(self.address, test, location, variables)
     }
+}
+
+/// Runs one of the ignored tests with a server's address, a location and these variables; gives what it printed.
+fn run(server: SocketAddr, test: &str, location: &str, variables: &[(&str, &str)]) -> (bool, String) {
+    let cache = tempfile::tempdir().unwrap();
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact", test, "--nocapture", "--test-threads=1"])
+        .env_clear()
+        .env("ESPALIER_CACHE_DIR", cache.path())
+        .env(LOCATION, location)
+        .env("AWS_ENDPOINT", format!("http://{server}"))
+        .env("AWS_ALLOW_HTTP", "true")
+        .env("AWS_ACCESS_KEY_ID", "anybody")
+        .env("AWS_SECRET_ACCESS_KEY", "anything")
+        .envs(variables.iter().copied())
+        .output()
+        .unwrap();
+    let printed = [output.stdout, output.stderr].concat();
+    (
+        output.status.success(),
+        String::from_utf8_lossy(&printed).into_owned(),
+    )
 }
 
 /// A request without a signature, which moto takes for this.
@@ -178,6 +182,28 @@ fn wrong_credentials_are_said_at_the_start_with_the_variables_that_hold_them() {
     );
 }
 
+#[test]
+fn a_proxy_that_the_environment_names_is_the_one_that_is_asked() {
+    let proxy = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = proxy.local_addr().unwrap();
+    let asked = std::thread::spawn(move || {
+        let (mut stream, _) = proxy.accept().unwrap();
+        let mut request = [0_u8; 4096];
+        let read = stream.read(&mut request).unwrap();
+        let answer = "HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+        stream.write_all(answer.as_bytes()).unwrap();
+        String::from_utf8_lossy(request.get(..read).unwrap()).into_owned()
+    });
+    // Nobody listens at the server's own address.
+    let server = SocketAddr::from(([127, 0, 0, 1], 9));
+    let proxy = format!("http://{address}");
+    let (passed, printed) = run(server, "is_refused", "s3://orchard", &[("AWS_PROXY_URL", &proxy)]);
+    assert!(passed, "{printed}");
+    assert!(printed.contains("access is denied"), "{printed}");
+    let request = asked.join().unwrap();
+    assert!(request.starts_with("GET http://127.0.0.1:9/orchard"), "{request}");
+}
+
 #[tokio::test]
 #[ignore = "run by everything_that_holds_in_a_directory_holds_in_s3, with a server"]
 async fn in_s3() {
@@ -199,6 +225,7 @@ async fn in_s3() {
     suite::an_area_keeps_what_its_owner_puts_and_lists_it_in_order(&store).await;
     suite::of_sixteen_claims_at_once_exactly_one_wins(&store).await;
     suite::an_interrupted_upload_leaves_nothing_visible(&store).await;
+    suite::a_store_has_one_id_for_good(&store).await;
     a_damaged_copy_in_the_cache_is_fetched_again(&store).await;
 }
 

@@ -144,3 +144,80 @@ async fn leftovers_of_yesterday_go_and_artifacts_and_fresh_files_stay() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn what_was_staged_and_never_promoted_goes_from_records_and_areas_too() {
+    with_a_store(async |store| {
+        let about = Name::of(b"a question");
+        store.set_record(&about, 7, b"kept").await.unwrap();
+        store
+            .area("coordinator/orchard")
+            .put("terms/1", b"kept")
+            .await
+            .unwrap();
+        store.id_or_new().await.unwrap();
+        let root = std::path::PathBuf::from(store.location());
+        let yesterday = std::time::SystemTime::now() - std::time::Duration::from_secs(48 * 3600);
+        let kept = [
+            format!("records/{about}/7"),
+            "coordinator/orchard/terms/1".to_owned(),
+            "STORE-ID".to_owned(),
+        ];
+        for key in &kept {
+            fs::write(root.join(format!("{key}#1")), b"half").unwrap();
+            fs::write(root.join(format!("{key}#2")), b"half, and fresh").unwrap();
+            for name in [key.clone(), format!("{key}#1")] {
+                let file = fs::File::options().append(true).open(root.join(name)).unwrap();
+                file.set_modified(yesterday).unwrap();
+            }
+        }
+        assert_eq!(store.remove_leftovers().await.unwrap(), 3);
+        for key in &kept {
+            let there = ["", "#1", "#2"].map(|end| root.join(format!("{key}{end}")).exists());
+            assert_eq!(there, [true, false, true], "{key}");
+        }
+        assert_eq!(store.records(&about).await.unwrap().len(), 1);
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_store_gets_one_id_however_many_ask_for_it_first() {
+    with_a_store(suite::a_store_has_one_id_for_good).await;
+}
+
+#[test]
+fn a_directory_that_is_not_mounted_is_refused_and_not_made() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("mount/point");
+    for location in [path.display().to_string(), format!("file://{}", path.display())] {
+        let refused = BlockingStore::open_existing(&location).unwrap_err();
+        assert!(matches!(refused, Error::Foreign { .. }), "{refused:?}");
+        let said = refused.to_string();
+        assert!(said.contains(&path.display().to_string()), "{said}");
+        assert!(said.contains("mount the coordinator's directory there"), "{said}");
+    }
+    assert!(!directory.path().join("mount").exists());
+}
+
+#[test]
+fn an_empty_directory_or_another_store_is_refused_where_an_id_is_expected() {
+    let (_directory, store) = store();
+    let mount_point = tempfile::tempdir().unwrap();
+    let empty = BlockingStore::open_existing(mount_point.path().to_str().unwrap()).unwrap();
+    let said = empty.require("0123").unwrap_err().to_string();
+    assert!(said.contains("it has no STORE-ID, expected 0123"), "{said}");
+    assert_eq!(fs::read_dir(mount_point.path()).unwrap().count(), 0);
+
+    fs::create_dir_all(store.location()).unwrap();
+    let own = tokio::runtime::Runtime::new()
+        .unwrap()
+        .block_on(ArtifactStore::open(&store.location()).unwrap().id_or_new())
+        .unwrap();
+    store.require(&own).unwrap();
+    let said = store.require("0123").unwrap_err().to_string();
+    assert!(
+        said.contains(&format!("its STORE-ID is {own}, expected 0123")),
+        "{said}"
+    );
+}

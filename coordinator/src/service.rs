@@ -14,6 +14,7 @@ mod log;
 mod outcome;
 pub mod owner;
 mod planner;
+mod store;
 pub mod surroundings;
 mod tasks;
 mod view;
@@ -147,13 +148,13 @@ impl Coordinator {
         let metrics = Metrics::default();
         metrics.journal_lies_in(options.data_dir.join("journal"));
         let clock = Arc::new(SystemClock::default());
-        let store = open_store(&options)?;
+        let store = store::open(&options)?;
         let shipping = prepare_shipping(&options, &store, Arc::clone(&clock)).await?;
         let fence: Arc<dyn Fence> = match &shipping {
             Some(prepared) => Arc::clone(&prepared.keeper) as Arc<dyn Fence>,
             None => Arc::new(OwnDirectory),
         };
-        let location = store.location();
+        let (location, store_id) = (store.location(), store::identify(&options, &store).await?);
         let collector = Collector::new(
             store,
             collecting(&options),
@@ -176,6 +177,7 @@ impl Coordinator {
                     disk: Arc::new(SystemDisk),
                     tables: own_tables,
                     store: location,
+                    store_id,
                     witness: None,
                 };
                 let directory = options.data_dir.join("logs");
@@ -320,13 +322,6 @@ impl Handle {
         let log_writer = tokio::task::spawn_blocking(move || self.log_writer.join());
         timeout_at(deadline, log_writer).await.map(drop).map_err(late)
     }
-}
-
-/// The artifact store as workers are told of it; opened once, so that a wrong one is found at the start.
-fn open_store(options: &CoordinatorOptions) -> Result<ArtifactStore> {
-    let inside = || options.data_dir.join("artifacts").to_string_lossy().into_owned();
-    let location = options.store.clone().unwrap_or_else(inside);
-    ArtifactStore::open(&location).map_err(|error| Error::Invalid(format!("store: {error}")))
 }
 
 fn collecting(options: &CoordinatorOptions) -> collect::Options {

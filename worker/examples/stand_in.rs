@@ -82,6 +82,7 @@ fn hold(child: &str, spec: &str, store: &str) -> Answer {
         task: 1,
         traceparent: String::new(),
         artifact_store: store.to_owned(),
+        artifact_store_id: String::new(),
         spec: serde_json::from_str(spec)?,
         gang: None,
     };

@@ -154,7 +154,7 @@ impl Child {
             })?;
             rank::require_alone(place, &released)?;
         }
-        self.open(&order.artifact_store)?;
+        self.open(&order.artifact_store, &order.artifact_store_id)?;
         let Some((_, store)) = &self.store else {
             let failure = Failure {
                 kind: FailureKind::Error,
@@ -175,17 +175,31 @@ impl Child {
             reply(&sink, &Reply::Alive { attempt });
         })?;
         let output = Box::new(execute(&context, &mut self.caches, &order.spec)?);
+        // Unmounted meanwhile: what it put down is seen by nobody else, so it is not done.
+        require(store, &order.artifact_store_id)?;
         Ok(Reply::Output { attempt, output })
     }
 
-    /// Opens the store, unless it is open already.
-    fn open(&mut self, location: &str) -> Result<()> {
+    /// Opens the store, unless it is open already. It was made by the coordinator: one that is not there, or is
+    /// another by now, is refused and not made.
+    fn open(&mut self, location: &str, id: &str) -> Result<()> {
         if self.store.as_ref().is_none_or(|(opened, _)| opened != location) {
             self.store = None;
-            self.store = Some((location.to_owned(), BlockingStore::open(location)?));
+            self.store = Some((location.to_owned(), BlockingStore::open_existing(location)?));
         }
-        Ok(())
+        match &self.store {
+            Some((_, store)) => require(store, id),
+            None => Ok(()),
+        }
     }
+}
+
+/// Sees that the store is the coordinator's, where that says which it is.
+fn require(store: &BlockingStore, id: &str) -> Result<()> {
+    if id.is_empty() {
+        return Ok(());
+    }
+    Ok(store.require(id)?)
 }
 
 fn reply(output: &Mutex<File>, reply: &Reply) {

@@ -72,6 +72,7 @@ async fn failures(script: &str) -> [Failure; 2] {
                 ..Assign::default()
             },
             artifact_store: "file:///nowhere".to_owned(),
+            artifact_store_id: String::new(),
         };
         commands.send(Command::Run(Box::new(run))).await.unwrap();
         let failure = loop {

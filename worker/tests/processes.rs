@@ -7,6 +7,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command as Program, Stdio};
 use std::time::{Duration, Instant};
 
+use espalier_artifact::ArtifactStore;
 use espalier_proto::task::{FailureKind, TaskOutput, TaskSpec};
 use espalier_proto::v1::Gang;
 use espalier_worker::agent::core::{DeviceEvent, Ended};
@@ -86,6 +87,42 @@ async fn a_profile_that_overlapped_a_stop_is_measured_again() {
             "a sample that overlapped the stop was kept: {sample} ms"
         );
     }
+    device.stop().await;
+}
+
+#[tokio::test]
+async fn a_store_that_is_not_mounted_is_refused_and_what_was_put_beside_it_is_not_done() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("mount");
+    let mut device = Device::start("child").on_store(path.clone());
+    device.store_id = "0123".to_owned();
+    device.run(1, &long_profile(), None).await;
+    let absent = device.failure(1).await;
+    assert_eq!(absent.kind, FailureKind::Error, "another worker may do it");
+    assert!(
+        absent.message.contains("there is no such directory"),
+        "{absent:?}"
+    );
+    assert!(absent.message.contains(&path.display().to_string()), "{absent:?}");
+    assert!(!path.exists(), "it was made");
+
+    std::fs::create_dir(&path).unwrap();
+    device.run(2, &long_profile(), None).await;
+    let empty = device.failure(2).await;
+    assert!(empty.message.contains("it has no STORE-ID"), "{empty:?}");
+    assert_eq!(std::fs::read_dir(&path).unwrap().count(), 0);
+
+    let store = ArtifactStore::open(path.to_str().unwrap()).unwrap();
+    device.store_id = store.id_or_new().await.unwrap();
+    device.run(3, &long_profile(), None).await;
+    device.wait_for_progress(2).await;
+    std::fs::rename(path.join("STORE-ID"), directory.path().join("elsewhere")).unwrap();
+    let unmounted = device.failure(3).await;
+    assert!(unmounted.message.contains("it has no STORE-ID"), "{unmounted:?}");
+    std::fs::rename(directory.path().join("elsewhere"), path.join("STORE-ID")).unwrap();
+    device.run(4, &long_profile(), None).await;
+    let (ended, log) = device.until_it_ends(4).await;
+    assert!(matches!(ended, Ended::Output(_)), "{ended:?} {log:?}");
     device.stop().await;
 }
 

@@ -178,3 +178,21 @@ pub async fn an_interrupted_upload_leaves_nothing_visible(store: &ArtifactStore)
     }
     assert!(interrupted > 0, "no upload was interrupted");
 }
+
+pub async fn a_store_has_one_id_for_good(store: &ArtifactStore) {
+    assert_eq!(store.id().await.unwrap(), None);
+    let asked: Vec<_> = (0..16)
+        .map(|_| {
+            let store = store.clone();
+            tokio::spawn(async move { store.id_or_new().await.unwrap() })
+        })
+        .collect();
+    let id = store.id_or_new().await.unwrap();
+    assert_eq!(id.len(), 32, "{id}");
+    for answer in asked {
+        assert_eq!(answer.await.unwrap(), id);
+    }
+    store.require(&id).await.unwrap();
+    let refused = store.require("another").await;
+    assert!(matches!(refused, Err(Error::Foreign { .. })), "{refused:?}");
+}

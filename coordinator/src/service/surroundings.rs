@@ -51,6 +51,8 @@ pub struct Surroundings {
     pub tables: Tables,
     /// URL of the artifact store, as workers are told.
     pub store: String,
+    /// Its id, as it lies in the store; empty where nobody is to check it.
+    pub store_id: String,
     /// Who watches it; nobody in production.
     pub witness: Option<Arc<dyn Witness>>,
 }

@@ -277,6 +277,7 @@ fn no_term_is_claimed_before_the_disk_is_known_to_have_room() {
             disk: Arc::new(disk.clone()),
             tables: Tables::default(),
             store: String::new(),
+            store_id: String::new(),
             witness: None,
         };
         let options = CoordinatorOptions::new("data");

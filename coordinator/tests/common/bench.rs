@@ -169,6 +169,7 @@ impl Bench {
             disk: Arc::new(disk.clone()),
             tables: tables.clone(),
             store: "file:///nowhere".to_owned(),
+            store_id: String::new(),
             witness: None,
         };
         let options = CoordinatorOptions::new(directory.path());

@@ -186,6 +186,7 @@ impl World {
             disk: Arc::new(known.disk.clone()),
             tables: Tables::default(),
             store: "mem://artifacts".to_owned(),
+            store_id: String::new(),
             witness: Some(self.oracle.open_eye(machine)),
         };
         let mut options = CoordinatorOptions::new("/data");

@@ -506,8 +506,7 @@ impl Core {
         let message = if self.drain_deadline.is_some() && !self.attempts.knows(&lease) {
             Some(self.attempts.hand_back(lease))
         } else {
-            self.attempts
-                .assign(lease, assign, &terms.artifact_store, outputs)
+            self.attempts.assign(lease, assign, &terms, outputs)
         };
         if let Some(message) = message {
             self.send(message, outputs);

@@ -229,6 +229,7 @@ impl Runner {
             task: run.assign.task_id,
             traceparent,
             artifact_store: run.artifact_store,
+            artifact_store_id: run.artifact_store_id,
             spec,
             gang,
         };

@@ -149,6 +149,7 @@ mod tests {
                 ..Assign::default()
             },
             artifact_store: String::new(),
+            artifact_store_id: String::new(),
         };
         devices.command("cpu", Command::Run(Box::new(run)));
         let answer = timeout(PATIENCE, devices.next()).await.unwrap();

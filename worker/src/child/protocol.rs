@@ -48,6 +48,9 @@ pub struct Order {
     pub traceparent: String,
     /// Location of the artifact store.
     pub artifact_store: String,
+    /// Its id; empty when the coordinator does not say.
+    #[serde(default)]
+    pub artifact_store_id: String,
     /// The task's work.
     pub spec: TaskSpec,
     /// Its place in a gang. With one, it makes itself reachable, says so, and waits for the release.

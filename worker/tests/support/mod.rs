@@ -110,6 +110,8 @@ pub struct Device {
     pub commands: mpsc::Sender<Command>,
     pub events: mpsc::Receiver<DeviceEvent>,
     pub store: PathBuf,
+    /// What the coordinator says its store's id is.
+    pub store_id: String,
     marker: String,
     runner: JoinHandle<()>,
     _directory: tempfile::TempDir,
@@ -165,10 +167,13 @@ impl Device {
             mark,
             to_events,
         );
+        let store = directory.path().join("store");
+        std::fs::create_dir(&store).unwrap();
         Self {
             commands,
             events,
-            store: directory.path().join("store"),
+            store,
+            store_id: String::new(),
             marker,
             runner: tokio::spawn(change(runner).run(received)),
             _directory: directory,
@@ -207,6 +212,7 @@ impl Device {
                 ..Assign::default()
             },
             artifact_store: self.store.display().to_string(),
+            artifact_store_id: self.store_id.clone(),
         };
         self.commands.send(Command::Run(Box::new(run))).await.unwrap();
     }

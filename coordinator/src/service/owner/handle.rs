@@ -276,6 +276,7 @@ impl Owner {
             worker_lost_ms: milliseconds(self.options.worker_lost),
             orphan_grace_ms: milliseconds(self.options.orphan_grace),
             artifact_store: self.surroundings.store.clone(),
+            artifact_store_id: self.surroundings.store_id.clone(),
             superseded: self.superseded(worker, attempts),
         }
     }

@@ -8,6 +8,7 @@ use espalier_proto::v1::worker_message::Message as FromWorker;
 use espalier_proto::v1::{Assign, Completed, Failed, Lease, Prepared, Release, Stopped};
 
 use super::interface::{Ended, Output, Run};
+use super::link::Terms;
 use super::log::LogTail;
 
 /// Attempts that are over and acknowledged, remembered so that an assignment that comes late or twice does
@@ -87,7 +88,7 @@ impl Attempts {
         &mut self,
         lease: Lease,
         assign: Assign,
-        artifact_store: &str,
+        terms: &Terms,
         outputs: &mut Vec<Output>,
     ) -> Option<FromWorker> {
         let key = key(&lease);
@@ -115,7 +116,8 @@ impl Attempts {
         let run = Box::new(Run {
             lease,
             assign,
-            artifact_store: artifact_store.to_owned(),
+            artifact_store: terms.artifact_store.to_string(),
+            artifact_store_id: terms.artifact_store_id.to_string(),
         });
         self.held.insert(
             key,

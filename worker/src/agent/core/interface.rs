@@ -219,6 +219,8 @@ pub struct Run {
     pub assign: Assign,
     /// URL of the artifact store.
     pub artifact_store: String,
+    /// Its id; empty when the coordinator does not say.
+    pub artifact_store_id: String,
 }
 
 /// Why a worker ends.

@@ -17,6 +17,7 @@ pub(super) struct Terms {
     pub(super) term: u64,
     pub(super) worker_id: u64,
     pub(super) artifact_store: std::sync::Arc<str>,
+    pub(super) artifact_store_id: std::sync::Arc<str>,
     heartbeat_interval: Duration,
     worker_lost: Duration,
 }
@@ -29,6 +30,7 @@ impl Terms {
             term: welcome.term,
             worker_id: welcome.worker_id,
             artifact_store: welcome.artifact_store.as_str().into(),
+            artifact_store_id: welcome.artifact_store_id.as_str().into(),
             heartbeat_interval,
             worker_lost: worker_lost.max(2 * heartbeat_interval),
         }

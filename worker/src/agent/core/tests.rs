@@ -175,6 +175,7 @@ impl World {
             worker_lost_ms: 30_000,
             orphan_grace_ms: 1_800_000,
             artifact_store: "file:///artifacts".to_owned(),
+            artifact_store_id: "0123".to_owned(),
             superseded: Vec::new(),
         }
     }
