@@ -16,8 +16,9 @@ use serde_json::Value;
 
 use crate::args::{Format, How};
 
-pub(crate) use job::{events, has_ended, job, jobs, stage_state, state};
+pub(crate) use job::{events, has_ended, job, jobs};
 pub(crate) use outcome::{missed_limits, print_outcome};
+pub(crate) use table::plain;
 pub(crate) use task::{task, tasks};
 pub(crate) use worker::{worker, workers};
 
@@ -39,8 +40,10 @@ impl Listing {
     /// As text, in the form asked for. `single` is one thing rather than a list of them.
     pub(crate) fn text(&self, how: How, single: bool) -> anyhow::Result<String> {
         if how.quiet {
+            // Of what has none, as an event that is about no task, there is nothing to print.
             let ids = self.rows.iter().filter_map(|row| row.first());
-            return Ok(ids.map(|id| format!("{id}\n")).collect());
+            let ids = ids.filter(|id| !id.is_empty());
+            return Ok(ids.map(|id| format!("{}\n", plain(id))).collect());
         }
         let whole = || match (single, self.values.first()) {
             (true, Some(value)) => value.clone(),

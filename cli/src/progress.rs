@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
+use espalier_proto::json;
 use espalier_proto::v1::{Job, Stage, StageState};
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -92,11 +93,11 @@ impl Changes {
                     format!("{} running: {}", stage.name, stage.decision)
                 }
                 StageState::Done => format!("{} done in {}", stage.name, clock(stage.elapsed_ms / 1000)),
-                state => format!("{} {}", stage.name, output::stage_state(state)),
+                state => format!("{} {}", stage.name, json::stage_state(state)),
             });
         }
         if self.state != job.state && output::has_ended(job) {
-            lines.push(format!("{} {}", job.id, output::state(job.state())));
+            lines.push(format!("{} {}", job.id, json::job_state(job.state())));
         }
         self.state = job.state;
         lines
@@ -141,7 +142,7 @@ impl Bars {
                 let _ = self.all.println(format!(
                     "{:<26} {} in {}",
                     stage.name,
-                    output::stage_state(stage.state()),
+                    json::stage_state(stage.state()),
                     clock(stage.elapsed_ms / 1000)
                 ));
             }

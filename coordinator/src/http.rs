@@ -6,7 +6,6 @@
 
 mod api;
 pub mod health;
-mod json;
 mod page;
 pub mod reads;
 pub mod server;

@@ -4,6 +4,7 @@
 //! types in [`task`], so that the journal, the wire and the JSON API agree. Tensors and shards go
 //! through the artifact store and are named here by [`task::ArtifactId`].
 
+pub mod json;
 pub mod task;
 
 /// Messages, clients and servers of `espalier.v1`, generated from `proto/espalier/v1`.
@@ -17,6 +18,15 @@ pub const PROTOCOL_VERSION: u32 = 2;
 
 /// The version before, which both sides still take.
 pub const OLDEST_PROTOCOL_VERSION: u32 = 1;
+
+/// A coordinator's address as a URL: `host:port` alone means plain HTTP.
+pub fn coordinator_url(given: &str) -> String {
+    if given.contains("://") {
+        given.to_owned()
+    } else {
+        format!("http://{given}")
+    }
+}
 
 /// The encoded descriptors of `espalier.v1`, for gRPC reflection.
 pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));

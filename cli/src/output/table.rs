@@ -1,9 +1,28 @@
 //! The one table renderer.
 
+use std::fmt::Write as _;
+
+/// Text for a terminal: what would move the cursor, or break a line where a line is expected, is shown instead of
+/// done. What a worker or a user wrote is never let do that.
+pub(crate) fn plain(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for character in text.chars() {
+        if character.is_control() {
+            let _ = write!(shown, "{}", character.escape_default());
+        } else {
+            shown.push(character);
+        }
+    }
+    shown
+}
+
 /// Columns as wide as they need, two spaces between them, nothing after the last.
 pub(super) fn table(heads: &[&str], rows: Vec<Vec<String>>) -> String {
     let head = heads.iter().map(|head| (*head).to_owned()).collect::<Vec<_>>();
-    let rows: Vec<Vec<String>> = std::iter::once(head).chain(rows).collect();
+    let mut rows: Vec<Vec<String>> = std::iter::once(head).chain(rows).collect();
+    for cell in rows.iter_mut().flatten() {
+        *cell = plain(cell);
+    }
     let width = |column: usize| {
         let cells = rows.iter().filter_map(|row| row.get(column));
         cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
@@ -24,6 +43,22 @@ pub(super) fn table(heads: &[&str], rows: Vec<Vec<String>>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_a_worker_wrote_neither_breaks_a_row_nor_reaches_the_terminal_as_a_command() {
+        let rows = vec![vec![
+            "node-7".into(),
+            "lost:\n\u{1b}[2Jgone\r\u{9b}A\tü".into(),
+            "x".into(),
+        ]];
+        let text = table(&["WORKER", "MESSAGE", "M"], rows);
+        assert_eq!(text.lines().count(), 2, "{text}");
+        assert!(
+            text.contains("lost:\\n\\u{1b}[2Jgone\\r\\u{9b}A\\tü  x"),
+            "{text}"
+        );
+        assert!(!text.replace('\n', "").contains(char::is_control), "{text:?}");
+    }
 
     #[test]
     fn columns_line_up_and_lines_end_without_spaces() {

@@ -1,7 +1,7 @@
 //! Workers and their devices.
 
-use espalier_proto::v1::{Worker, WorkerDevice, WorkerState};
-use serde_json::{Value, json};
+use espalier_proto::json;
+use espalier_proto::v1::{Worker, WorkerDevice};
 
 use super::{Listing, seconds};
 
@@ -11,7 +11,7 @@ pub(crate) fn workers(workers: &[Worker]) -> Listing {
         let busy = worker.devices.iter().filter(|device| device.attempt != 0).count();
         vec![
             worker.name.clone(),
-            state(worker.state()).to_owned(),
+            json::worker_state(worker.state()).to_owned(),
             format!("{busy}/{}", worker.devices.len()),
             seconds(worker.silent_ms),
             worker.message.clone(),
@@ -27,7 +27,7 @@ pub(crate) fn workers(workers: &[Worker]) -> Listing {
         ],
         narrow: 5,
         rows: workers.iter().map(row).collect(),
-        values: workers.iter().map(worker_json).collect(),
+        values: workers.iter().map(json::worker).collect(),
         below: None,
     }
 }
@@ -57,45 +57,5 @@ pub(crate) fn worker(worker: &Worker) -> Listing {
     Listing {
         below: Some(Box::new(devices)),
         ..workers(std::slice::from_ref(worker))
-    }
-}
-
-fn worker_json(worker: &Worker) -> Value {
-    json!({
-        "name": worker.name,
-        "state": state(worker.state()),
-        "message": worker.message,
-        "host": worker.host,
-        "version": worker.version,
-        "epoch": worker.epoch,
-        "silent_ms": worker.silent_ms,
-        "failures_in_a_row": worker.failures_in_a_row,
-        "devices": worker.devices.iter().map(device_json).collect::<Vec<_>>(),
-    })
-}
-
-fn device_json(device: &WorkerDevice) -> Value {
-    let described = device.device.clone().unwrap_or_default();
-    json!({
-        "id": described.id,
-        "kind": described.kind,
-        "name": described.name,
-        "memory_bytes": described.memory_bytes,
-        "threads": described.threads,
-        "attempt": device.attempt,
-        "task": device.task,
-        "job": device.job_id,
-        "stage": device.stage,
-    })
-}
-
-fn state(state: WorkerState) -> &'static str {
-    match state {
-        WorkerState::Unspecified => "unknown",
-        WorkerState::Ready => "ready",
-        WorkerState::Away => "away",
-        WorkerState::Cordoned => "cordoned",
-        WorkerState::Leaving => "leaving",
-        WorkerState::Lost => "lost",
     }
 }

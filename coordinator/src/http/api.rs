@@ -5,12 +5,13 @@ use axum::extract::rejection::QueryRejection;
 use axum::extract::{Path, Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use espalier_proto::json;
 use espalier_proto::v1::{GetRequest, GetTaskRequest, JobState, ListRequest, ListTasksRequest, TaskState};
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tonic::{Code, Status};
 
-use super::{Sources, json, problem};
+use super::{Sources, problem};
 
 /// Tasks on a page unless asked otherwise, so that the first page of a large job is small too.
 const TASKS: u32 = 100;
@@ -41,7 +42,7 @@ pub async fn jobs(State(sources): State<Sources>, asked: Asked) -> Result<Json<V
     let page = sources.reads.jobs(request).await?;
     let jobs: Value = page.jobs.iter().map(|job| json::job(job, false)).collect();
     Ok(Json(
-        json!({ "jobs": jobs, "next_page_token": page.next_page_token }),
+        serde_json::json!({ "jobs": jobs, "next_page_token": page.next_page_token }),
     ))
 }
 
@@ -80,7 +81,7 @@ pub async fn tasks(
     let page = sources.reads.tasks(request).await?;
     let tasks: Value = page.tasks.iter().map(|task| json::task(task, false)).collect();
     Ok(Json(
-        json!({ "tasks": tasks, "next_page_token": page.next_page_token }),
+        serde_json::json!({ "tasks": tasks, "next_page_token": page.next_page_token }),
     ))
 }
 
@@ -96,7 +97,7 @@ pub async fn task(State(sources): State<Sources>, Path(id): Path<String>) -> Res
 pub async fn workers(State(sources): State<Sources>) -> Result<Json<Value>, Refused> {
     let workers = sources.reads.workers().await?.workers;
     Ok(Json(
-        json!({ "workers": workers.iter().map(json::worker).collect::<Value>() }),
+        serde_json::json!({ "workers": workers.iter().map(json::worker).collect::<Value>() }),
     ))
 }
 
@@ -104,7 +105,7 @@ pub async fn workers(State(sources): State<Sources>) -> Result<Json<Value>, Refu
 pub async fn health(State(sources): State<Sources>) -> Json<Value> {
     let (alive, ready) = (sources.vitals.alive(), sources.vitals.ready());
     let ship_lag = sources.metrics.ship_lag();
-    Json(json!({
+    Json(serde_json::json!({
         "alive": alive.is_ok(),
         "ready": ready.is_ok(),
         "reason": ready.err().unwrap_or_default(),

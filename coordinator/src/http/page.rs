@@ -7,11 +7,12 @@ use std::fmt::Write as _;
 use axum::extract::State;
 use axum::http::header::{CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, X_CONTENT_TYPE_OPTIONS};
 use axum::response::{Html, IntoResponse, Response};
+use espalier_proto::json;
 use espalier_proto::v1::{
     GetRequest, Job, JobState, ListRequest, Stage, StageState, Task, Worker, WorkerState,
 };
 
-use super::{Sources, json};
+use super::Sources;
 use crate::report::format::{duration, escape};
 
 const STYLE: &str = include_str!("status.css");

@@ -1,10 +1,12 @@
-//! The messages as JSON: the same names as in `proto/`, states in one word, embedded JSON as JSON.
+//! The messages as JSON, for people's programs: the same names as in the protocol, states in one word, embedded
+//! JSON as JSON. The HTTP API and the command line show the same.
 
-use espalier_proto::v1::{
-    AttemptDetail, Job, JobState, Stage, StageState, Task, TaskDetail, TaskState, Worker, WorkerDevice,
-    WorkerState,
-};
 use serde_json::{Value, json};
+
+use crate::v1::{
+    AttemptDetail, Job, JobEvent, JobState, Stage, StageState, Task, TaskDetail, TaskState, Worker,
+    WorkerDevice, WorkerState,
+};
 
 /// A job; `whole` with its stages, spec and outcome.
 pub fn job(job: &Job, whole: bool) -> Value {
@@ -56,6 +58,19 @@ fn active(task: &Task) -> Value {
         "unit": task.unit,
         "note": task.note,
         "elapsed_ms": task.elapsed_ms,
+    })
+}
+
+/// Something that happened to a job.
+pub fn event(event: &JobEvent) -> Value {
+    json!({
+        "unix_ms": event.unix_ms,
+        "kind": event.kind,
+        "task": event.task,
+        "attempt": event.attempt,
+        "worker": event.worker,
+        "message": event.message,
+        "lagged": event.lagged,
     })
 }
 
