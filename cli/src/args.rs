@@ -19,18 +19,40 @@ use values::{duration, interval, threads};
 #[derive(Debug, Parser)]
 #[command(name = "espalier", version, arg_required_else_help = true, after_help = EXIT_CODES)]
 pub(crate) struct Arguments {
+    #[command(flatten)]
+    pub logging: Logging,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What every process of the program logs, and how.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct Logging {
     /// What to log on standard error: error, warn, info, debug, or a filter such as `espalier_worker=debug`.
     #[arg(long, global = true, env = "ESPALIER_LOG", value_name = "FILTER")]
     pub log: Option<String>,
     /// How to write the log.
     #[arg(long, global = true, env = "ESPALIER_LOG_FORMAT", value_enum, default_value_t)]
     pub log_format: LogFormat,
-    #[command(subcommand)]
-    pub command: Command,
 }
 
-const EXIT_CODES: &str = "Exit codes: 0 ok, 1 the job failed, 2 usage, 3 not found, 4 unreachable or timed out, \
-    5 denied, 6 conflict, 130 interrupted.";
+impl Logging {
+    /// The same for a process that this one starts.
+    pub(crate) fn arguments(&self) -> Vec<String> {
+        let format = match self.log_format {
+            LogFormat::Text => "text",
+            LogFormat::Json => "json",
+        };
+        let mut arguments = vec!["--log-format".to_owned(), format.to_owned()];
+        if let Some(filter) = &self.log {
+            arguments.extend(["--log".to_owned(), filter.clone()]);
+        }
+        arguments
+    }
+}
+
+const EXIT_CODES: &str = "Exit codes: 0 ok, 1 the job failed, 2 usage, 3 not found, 4 unreachable, stopping or \
+    timed out, 5 denied, 6 conflict or refused, 7 no room or another failure of the machine, 130 interrupted.";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -181,6 +203,7 @@ pub(crate) enum LogFormat {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
     use clap::CommandFactory;
 
     use super::*;
@@ -188,5 +211,25 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn a_process_that_is_started_logs_as_its_starter_was_told_to() {
+        for given in [
+            &["--log-format", "json", "--log", "espalier_worker=debug"][..],
+            &["--log", "warn"],
+            &[],
+        ] {
+            let logging = |options: &[&str], command: &[&str]| {
+                let words = [&["espalier"], options, command].concat();
+                Arguments::try_parse_from(words).unwrap().logging
+            };
+            let own = logging(given, &["schema"]);
+            let passed = own.arguments();
+            let passed: Vec<&str> = passed.iter().map(String::as_str).collect();
+            let child = logging(&passed, &["device-child"]);
+            assert_eq!(child.log, own.log, "{given:?}");
+            assert_eq!(child.log_format, own.log_format, "{given:?}");
+        }
     }
 }

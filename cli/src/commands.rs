@@ -3,6 +3,7 @@
 pub(crate) mod doctor;
 pub(crate) mod job;
 pub(crate) mod keep;
+pub(crate) mod logs;
 pub(crate) mod task;
 
 use std::io::IsTerminal;
@@ -14,10 +15,10 @@ use espalier_coordinator::spec::JobSpec;
 use espalier_coordinator::{Coordinator, CoordinatorOptions};
 use espalier_proto::v1::{Job, JobState};
 use espalier_worker::{Shutdown, WorkerOptions};
-use tokio::signal::unix::{SignalKind, signal};
 
-use crate::args::{self, Listed, Remote};
+use crate::args::{self, Listed, Logging, Remote};
 use crate::output::Listing;
+use crate::signals::Signals;
 use crate::{failure, output};
 
 const SHUTDOWN: Duration = Duration::from_secs(20);
@@ -49,18 +50,6 @@ pub(crate) fn read_spec(path: &Path, output: Option<PathBuf>) -> anyhow::Result<
     }
 }
 
-/// Ends when the process is asked to.
-pub(crate) async fn asked_to_stop() -> anyhow::Result<()> {
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut hung_up = signal(SignalKind::hangup())?;
-    tokio::select! {
-        interrupted = tokio::signal::ctrl_c() => interrupted?,
-        _ = terminate.recv() => {}
-        _ = hung_up.recv() => {}
-    }
-    Ok(())
-}
-
 pub(crate) async fn coordinator(arguments: args::Coordinator) -> anyhow::Result<()> {
     let (heartbeat, lost) = (arguments.heartbeat_interval, arguments.worker_lost);
     if lost < heartbeat * 2 {
@@ -80,16 +69,24 @@ pub(crate) async fn coordinator(arguments: args::Coordinator) -> anyhow::Result<
     options.heartbeat_interval = arguments.heartbeat_interval;
     options.worker_lost = arguments.worker_lost;
     options.orphan_grace = arguments.orphan_grace;
-    let handle = Coordinator::start(options).await?;
+    let mut signals = Signals::new()?;
+    let handle = tokio::select! {
+        started = Coordinator::start(options) => started?,
+        () = signals.next() => return Err(failure::interrupted()),
+    };
     let failed = tokio::select! {
-        asked = asked_to_stop() => { asked?; None }
+        () = signals.next() => None,
         reason = handle.failed() => Some(reason),
     };
-    handle.shutdown(SHUTDOWN).await?;
-    failed.map_or(Ok(()), |reason| Err(failure::job(reason)))
+    tokio::select! {
+        stopped = handle.shutdown(SHUTDOWN) => stopped?,
+        // Nothing acknowledged is lost with it.
+        () = signals.next() => return Err(failure::interrupted()),
+    }
+    failed.map_or(Ok(()), |reason| Err(failure::machine(reason)))
 }
 
-pub(crate) async fn worker(arguments: args::Worker) -> anyhow::Result<()> {
+pub(crate) async fn worker(arguments: args::Worker, logging: &Logging) -> anyhow::Result<()> {
     if arguments.with_parent {
         end_with_parent();
     }
@@ -98,13 +95,15 @@ pub(crate) async fn worker(arguments: args::Worker) -> anyhow::Result<()> {
     options.host = host_name();
     options.drain_timeout = arguments.drain_timeout;
     options.child.hang_timeout = arguments.hang_timeout;
+    options.child.arguments.extend(logging.arguments());
     let shutdown = Shutdown::default();
     let running = espalier_worker::run(options, shutdown.clone());
     tokio::pin!(running);
+    let mut signals = Signals::new()?;
     for ask in [shutdown.leave, shutdown.kill] {
         tokio::select! {
             ended = &mut running => return Ok(ended?),
-            asked = asked_to_stop() => asked?,
+            () = signals.next() => {}
         }
         ask.cancel();
     }
@@ -143,10 +142,22 @@ async fn show(
     listed: &Listed,
     mut ask: impl AsyncFnMut(&mut Client) -> anyhow::Result<Listing>,
 ) -> anyhow::Result<()> {
-    let mut client = connect(&listed.remote).await?;
     if !listed.watch {
+        let mut client = connect(&listed.remote).await?;
         return ask(&mut client).await?.print(listed.remote.how);
     }
+    let mut signals = Signals::new()?;
+    tokio::select! {
+        ended = keep_showing(listed, ask) => ended,
+        () = signals.next() => Err(failure::interrupted()),
+    }
+}
+
+async fn keep_showing(
+    listed: &Listed,
+    mut ask: impl AsyncFnMut(&mut Client) -> anyhow::Result<Listing>,
+) -> anyhow::Result<()> {
+    let mut client = connect(&listed.remote).await?;
     let clear = if std::io::stdout().is_terminal() {
         "\x1b[H\x1b[2J"
     } else {
@@ -169,13 +180,7 @@ async fn show(
             }
             Err(_) => {}
         }
-        tokio::select! {
-            () = tokio::time::sleep(BETWEEN_LISTINGS) => {}
-            asked = asked_to_stop() => {
-                asked?;
-                return Err(failure::interrupted());
-            }
-        }
+        tokio::time::sleep(BETWEEN_LISTINGS).await;
     }
 }
 

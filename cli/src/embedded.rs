@@ -17,9 +17,10 @@ use tempfile::TempDir;
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
-use crate::args::Run;
-use crate::commands::{asked_to_stop, read_spec, verdict};
+use crate::args::{Logging, Run};
+use crate::commands::{read_spec, verdict};
 use crate::progress::Progress;
+use crate::signals::Signals;
 use crate::{failure, output};
 
 const CALL: Duration = Duration::from_secs(30);
@@ -28,20 +29,31 @@ const SHUTDOWN: Duration = Duration::from_secs(20);
 const CANCELLING: Duration = Duration::from_secs(15);
 const DRAIN: &str = "5s";
 
-pub(crate) async fn run(arguments: Run) -> anyhow::Result<()> {
+pub(crate) async fn run(arguments: Run, logging: &Logging) -> anyhow::Result<()> {
     let spec = read_spec(&arguments.spec, arguments.output_dir.clone())?;
     let output = PathBuf::from(spec.output.clone().unwrap_or_default());
     let json = serde_json::to_string(&spec).context("the spec cannot be written as JSON")?;
     let state = State::create(&output, arguments.keep_state)?;
     let mut options = CoordinatorOptions::new(state.directory.path());
     options.listen.set_port(0);
+    let mut signals = Signals::new()?;
     let coordinator = Coordinator::start(options).await?;
-    let mut workers = Workers::default();
-    let ended = supervise(&arguments, &coordinator, &mut workers, &state, json).await;
+    let mut workers = Workers {
+        logging: logging.arguments(),
+        slots: Vec::new(),
+    };
+    let ended = supervise(&arguments, &coordinator, &mut workers, &state, json, &mut signals).await;
     // Without any there was no job yet.
     let workers_started = !workers.slots.is_empty();
-    workers.stop().await;
-    let stopped = coordinator.shutdown(SHUTDOWN).await;
+    let stopping = async {
+        workers.stop().await;
+        coordinator.shutdown(SHUTDOWN).await
+    };
+    let stopped = tokio::select! {
+        stopped = stopping => Some(stopped),
+        // What is dropped on the way is killed.
+        () = signals.next() => None,
+    };
     // A run that ended by itself, and not with its job, can be looked into and gone on with.
     let broken = ended.as_ref().is_err_and(|error| !failure::is_interrupted(error));
     state.finish(broken && workers_started);
@@ -51,7 +63,10 @@ pub(crate) async fn run(arguments: Run) -> anyhow::Result<()> {
         output::say(&format!("report: {}", output.join("report.html").display()));
     }
     verdict(&job)?;
-    Ok(stopped?)
+    match stopped {
+        Some(stopped) => Ok(stopped?),
+        None => Err(failure::interrupted()),
+    }
 }
 
 /// Submits the job and follows it to its end, an interrupt, the loss of the coordinator, or a worker that
@@ -62,6 +77,7 @@ async fn supervise(
     workers: &mut Workers,
     state: &State,
     spec: String,
+    signals: &mut Signals,
 ) -> anyhow::Result<Job> {
     let endpoint = coordinator.endpoint();
     let mut client = Client::connect(&endpoint, CALL).await?;
@@ -71,15 +87,12 @@ async fn supervise(
     let mut follower = client.clone();
     let ended = tokio::select! {
         ended = follow(&mut follower, &job.id, &mut progress) => ended,
-        asked = asked_to_stop() => match asked {
-            Ok(()) => {
-                output::say("stopping; press Ctrl-C again to stop at once");
-                stop_job(&mut client, &job.id).await;
-                Err(failure::interrupted())
-            }
-            Err(error) => Err(error),
-        },
-        reason = coordinator.failed() => Err(failure::job(reason)),
+        () = signals.next() => {
+            output::say("stopping; press Ctrl-C again to stop at once");
+            stop_job(&mut client, &job.id, signals).await;
+            Err(failure::interrupted())
+        }
+        reason = coordinator.failed() => Err(failure::machine(reason)),
         lost = workers.tend() => Err(lost),
     };
     progress.finish();
@@ -101,7 +114,7 @@ async fn follow(client: &mut Client, job_id: &str, progress: &mut Progress) -> a
 }
 
 /// Cancels the job and waits until its attempts have stopped, or a second interrupt.
-async fn stop_job(client: &mut Client, job_id: &str) {
+async fn stop_job(client: &mut Client, job_id: &str, signals: &mut Signals) {
     let cancelled = async {
         let cancelled = client.cancel(job_id, "interrupted").await;
         if let Err(error) = cancelled {
@@ -118,7 +131,7 @@ async fn stop_job(client: &mut Client, job_id: &str) {
                 tracing::warn!("attempts did not stop in time and are ended");
             }
         }
-        _ = asked_to_stop() => {}
+        () = signals.next() => {}
     }
 }
 
@@ -169,8 +182,9 @@ const WELL: Duration = Duration::from_secs(600);
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 
 /// The worker processes; stopped by [`Workers::stop`], killed when dropped.
-#[derive(Default)]
 struct Workers {
+    /// How they log.
+    logging: Vec<String>,
     slots: Vec<Slot>,
 }
 
@@ -189,6 +203,7 @@ struct Launch {
     name: String,
     endpoint: String,
     threads: usize,
+    logging: Vec<String>,
     log: PathBuf,
 }
 
@@ -208,6 +223,7 @@ impl Workers {
                 name,
                 endpoint: endpoint.to_owned(),
                 threads,
+                logging: self.logging.clone(),
             };
             let child = Some(launch.spawn()?);
             self.slots.push(Slot {
@@ -305,6 +321,7 @@ impl Launch {
             .args(["worker", "run", "--with-parent", "--coordinator", &self.endpoint])
             .args(["--name", &self.name, "--threads", &self.threads.to_string()])
             .args(["--drain-timeout", DRAIN])
+            .args(&self.logging)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)

@@ -1,11 +1,15 @@
 //! Errors as one line on standard error and an exit code.
 
 use std::fmt;
+use std::io::ErrorKind;
 use std::process::ExitCode;
 
 use espalier_coordinator::Error;
 
 use crate::output;
+
+/// No room, a file that cannot be used, damage, or anything else that says nothing of a job.
+const MACHINE: u8 = 7;
 
 /// An error that carries its own exit code.
 #[derive(Debug)]
@@ -58,6 +62,15 @@ pub(crate) fn conflict(message: impl Into<String>) -> anyhow::Error {
     .into()
 }
 
+/// The machine or the coordinator failed, whatever becomes of a job.
+pub(crate) fn machine(message: impl Into<String>) -> anyhow::Error {
+    Failure {
+        code: MACHINE,
+        message: message.into(),
+    }
+    .into()
+}
+
 /// The user stopped it.
 pub(crate) fn interrupted() -> anyhow::Error {
     Failure {
@@ -80,7 +93,7 @@ pub(crate) fn declined() -> anyhow::Error {
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     let message = format!("{error:#}");
     let line = message.split_whitespace().collect::<Vec<_>>().join(" ");
-    output::say(&format!("error: {line}"));
+    output::say(&format!("error: {}", output::plain(&line)));
     ExitCode::from(code(error))
 }
 
@@ -101,19 +114,51 @@ fn code(error: &anyhow::Error) -> u8 {
     if let Some(failure) = error.downcast_ref::<Failure>() {
         return failure.code;
     }
-    match error.downcast_ref::<Error>() {
-        Some(Error::Invalid(_) | Error::Endpoint { .. }) => 2,
-        Some(Error::NotFound(_)) => 3,
-        Some(Error::Unreachable { .. } | Error::Timeout { .. }) => 4,
-        Some(Error::Denied(_)) => 5,
-        Some(Error::Conflict(_) | Error::InUse { .. }) => 6,
-        _ => 1,
+    if let Some(error) = error.downcast_ref::<Error>() {
+        return code_of_coordinator(error);
+    }
+    match error.downcast_ref::<espalier_worker::Error>() {
+        Some(espalier_worker::Error::Invalid { .. }) => 2,
+        Some(espalier_worker::Error::Coordinator { .. }) => 6,
+        _ => MACHINE,
+    }
+}
+
+fn code_of_coordinator(error: &Error) -> u8 {
+    match error {
+        Error::Invalid(_) | Error::Endpoint { .. } => 2,
+        Error::NotFound(_) => 3,
+        Error::Unreachable { .. } | Error::Timeout { .. } | Error::Stopping => 4,
+        Error::Denied(_) => 5,
+        Error::Conflict(_) | Error::InUse { .. } | Error::Succeeded { .. } => 6,
+        Error::Listen { source, .. } => match source.kind() {
+            ErrorKind::AddrInUse => 6,
+            ErrorKind::PermissionDenied => 5,
+            _ => 2,
+        },
+        Error::Exhausted(_) | Error::File { .. } | Error::Journal(_) | Error::Internal(_) => MACHINE,
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn listen(kind: ErrorKind) -> anyhow::Error {
+        let address = std::net::SocketAddr::from(([127, 0, 0, 1], 7474));
+        let source = kind.into();
+        Error::Listen { address, source }.into()
+    }
+
+    fn worker_error(reason: &str) -> anyhow::Error {
+        let reason = reason.to_owned();
+        espalier_worker::Error::Invalid { reason }.into()
+    }
+
+    fn refused_worker() -> anyhow::Error {
+        let (address, reason) = (String::new(), String::new());
+        espalier_worker::Error::Coordinator { address, reason }.into()
+    }
 
     #[test]
     fn every_kind_of_error_has_the_exit_code_that_is_documented() {
@@ -128,7 +173,18 @@ mod tests {
             (Error::Conflict(String::new()).into(), 6),
             (conflict("x"), 6),
             (interrupted(), 130),
-            (Error::Exhausted(String::new()).into(), 1),
+            (Error::Stopping.into(), 4),
+            (listen(ErrorKind::AddrInUse), 6),
+            (listen(ErrorKind::PermissionDenied), 5),
+            (listen(ErrorKind::AddrNotAvailable), 2),
+            (Error::Succeeded { own: 1, term: 2 }.into(), 6),
+            // A script must be able to tell these from a job that failed.
+            (Error::Exhausted(String::new()).into(), 7),
+            (Error::Internal(String::new()).into(), 7),
+            (machine("x"), 7),
+            (anyhow::anyhow!("anything"), 7),
+            (worker_error("name"), 2),
+            (refused_worker(), 6),
         ];
         for (error, expected) in cases {
             assert_eq!(code(&error), expected, "{error:?}");

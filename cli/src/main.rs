@@ -9,13 +9,14 @@ mod embedded;
 mod failure;
 mod output;
 mod progress;
+mod signals;
 mod telemetry;
 
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
 
-use args::{Arguments, Command, WorkerCommand};
+use args::{Arguments, Command, Logging, WorkerCommand};
 use commands::keep;
 
 fn main() -> ExitCode {
@@ -35,22 +36,22 @@ fn start(arguments: Arguments) -> anyhow::Result<()> {
         Command::DeviceChild => (false, "espalier-child"),
         _ => (true, "espalier-client"),
     };
-    let filter = arguments.log.as_deref();
+    let filter = arguments.logging.log.as_deref();
     let filter = filter.unwrap_or(if quiet { "error" } else { "info" });
-    let telemetry = telemetry::start(filter, arguments.log_format, service)?;
-    let ended = run(arguments.command, &telemetry);
+    let telemetry = telemetry::start(filter, arguments.logging.log_format, service)?;
+    let ended = run(arguments.command, &arguments.logging, &telemetry);
     telemetry.end();
     ended
 }
 
-fn run(command: Command, telemetry: &telemetry::Telemetry) -> anyhow::Result<()> {
+fn run(command: Command, logging: &Logging, telemetry: &telemetry::Telemetry) -> anyhow::Result<()> {
     match command {
         Command::Schema => output::print_json(&espalier_coordinator::spec::json_schema()),
         // The child runs attempts on this very thread and has no use for a runtime.
         Command::DeviceChild => Ok(espalier_worker::run_child(telemetry.end_of_child())?),
-        Command::Run(run) => runtime()?.block_on(embedded::run(run)),
+        Command::Run(run) => runtime()?.block_on(embedded::run(run, logging)),
         Command::Coordinator(coordinator) => runtime()?.block_on(commands::coordinator(coordinator)),
-        Command::Worker(worker) => runtime()?.block_on(worker_command(worker)),
+        Command::Worker(worker) => runtime()?.block_on(worker_command(worker, logging)),
         Command::Job(job) => runtime()?.block_on(commands::job::run(job)),
         Command::Task(task) => runtime()?.block_on(commands::task::run(task)),
         Command::Doctor(doctor) => commands::doctor::run(doctor),
@@ -58,9 +59,9 @@ fn run(command: Command, telemetry: &telemetry::Telemetry) -> anyhow::Result<()>
     }
 }
 
-async fn worker_command(command: WorkerCommand) -> anyhow::Result<()> {
+async fn worker_command(command: WorkerCommand, logging: &Logging) -> anyhow::Result<()> {
     match command {
-        WorkerCommand::Run(arguments) => commands::worker(arguments).await,
+        WorkerCommand::Run(arguments) => commands::worker(arguments, logging).await,
         WorkerCommand::List(arguments) => keep::list(arguments).await,
         WorkerCommand::Get(arguments) => keep::get(arguments).await,
         WorkerCommand::Cordon(arguments) => keep::cordon(arguments).await,

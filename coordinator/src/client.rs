@@ -35,11 +35,7 @@ impl Client {
     /// # Errors
     /// [`Error::Endpoint`] or [`Error::Unreachable`].
     pub async fn connect(endpoint: &str, deadline: Duration) -> Result<Self> {
-        let with_scheme = if endpoint.contains("://") {
-            endpoint.to_owned()
-        } else {
-            format!("http://{endpoint}")
-        };
+        let with_scheme = espalier_proto::coordinator_url(endpoint);
         let wrong = |_| Error::Endpoint {
             endpoint: endpoint.to_owned(),
         };

@@ -20,7 +20,7 @@ pub(crate) enum JobCommand {
     Get(OneJob),
     /// Print the logs of a job's tasks, each line under its task.
     Logs(JobLogs),
-    /// Print what happened to a job.
+    /// Print what happened to a job; `-o json` is an array, with --follow an object on each line.
     Events(Events),
     /// Print a line whenever a job's stage changes, until it has ended.
     Watch(OneJob),
@@ -220,6 +220,9 @@ pub(crate) struct JobLogs {
     /// Only so many last lines of each task; 0 means all that are kept.
     #[arg(long, default_value_t = 0)]
     pub tail: u32,
+    /// Go on with every attempt that runs or begins, until the job has ended.
+    #[arg(short, long)]
+    pub follow: bool,
     #[command(flatten)]
     pub remote: Remote,
 }
@@ -265,7 +268,7 @@ pub(crate) struct TaskLogs {
     /// Only so many last lines; 0 means all that are kept.
     #[arg(long, default_value_t = 0)]
     pub tail: u32,
-    /// Go on until the attempt has ended.
+    /// Go on until the task has ended, from one attempt to the next; with --attempt, until that one has.
     #[arg(short, long)]
     pub follow: bool,
     #[command(flatten)]

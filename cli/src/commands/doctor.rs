@@ -1,7 +1,9 @@
 //! Looking after a data directory while no coordinator runs on it.
 
 use std::fmt::Write as _;
+use std::io::ErrorKind;
 
+use espalier_coordinator::Error;
 use espalier_coordinator::doctor::{self, Report};
 
 use crate::args::{DataDir, DoctorCommand, Format};
@@ -61,8 +63,15 @@ fn text(report: &Report) -> String {
 
 fn export(arguments: &DataDir) -> anyhow::Result<()> {
     let mut out = std::io::BufWriter::new(std::io::stdout().lock());
-    let exported = doctor::export(&arguments.data_dir, &mut out)?;
-    std::io::Write::flush(&mut out)?;
+    let exported = match doctor::export(&arguments.data_dir, &mut out) {
+        // A reader that went away has what it wanted.
+        Err(Error::File { source, .. }) if source.kind() == ErrorKind::BrokenPipe => return Ok(()),
+        exported => exported?,
+    };
+    match std::io::Write::flush(&mut out) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => return Ok(()),
+        flushed => flushed?,
+    }
     output::say(&format!(
         "{} events, frames {} to {}",
         exported.events, exported.first_frame, exported.last_frame

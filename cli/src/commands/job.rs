@@ -1,16 +1,13 @@
 //! Jobs on a coordinator.
 
 use anyhow::Context;
-use espalier_coordinator::Error;
 use espalier_coordinator::client::Client;
 use espalier_proto::v1::submit_request::Spec;
-use espalier_proto::v1::{Job, JobState, TaskState};
-use serde_json::json;
+use espalier_proto::v1::{Job, JobState};
 
-use super::{confirm, connect, read_spec, show, verdict};
+use super::{confirm, connect, logs, read_spec, show, verdict};
 use crate::args::{
-    EndJob, Events, Format, HoldJob, JobCommand, JobLogs, JobStateName, ListJobs, OneJob, Remote, RetryJob,
-    Submit,
+    EndJob, Events, Format, HoldJob, JobCommand, JobStateName, ListJobs, OneJob, Remote, RetryJob, Submit,
 };
 use crate::{failure, output, progress};
 
@@ -21,7 +18,7 @@ pub(crate) async fn run(command: JobCommand) -> anyhow::Result<()> {
         JobCommand::Submit(arguments) => submit(arguments).await,
         JobCommand::List(arguments) => list(arguments).await,
         JobCommand::Get(arguments) => get(arguments).await,
-        JobCommand::Logs(arguments) => logs(arguments).await,
+        JobCommand::Logs(arguments) => logs::of_job(arguments).await,
         JobCommand::Events(arguments) => events(arguments).await,
         JobCommand::Watch(arguments) => watch(arguments).await,
         JobCommand::Wait(arguments) => wait(arguments).await,
@@ -51,26 +48,33 @@ async fn submit(arguments: Submit) -> anyhow::Result<()> {
 async fn list(arguments: ListJobs) -> anyhow::Result<()> {
     let states: Vec<JobState> = arguments.state.iter().map(|name| state(*name)).collect();
     let limit = arguments.limit;
+    let mut said = false;
     show(&arguments.listed, async |client: &mut Client| {
-        Ok(output::jobs(&newest(client, limit, &states).await?))
+        let (jobs, more) = newest(client, limit, &states).await?;
+        if more && !said {
+            output::say(&format!("only the newest {limit} are shown: --limit shows more"));
+            said = true;
+        }
+        Ok(output::jobs(&jobs))
     })
     .await
 }
 
-async fn newest(client: &mut Client, limit: u32, states: &[JobState]) -> anyhow::Result<Vec<Job>> {
+/// The newest jobs, and whether there are more.
+async fn newest(client: &mut Client, limit: u32, states: &[JobState]) -> anyhow::Result<(Vec<Job>, bool)> {
     let mut jobs: Vec<Job> = Vec::new();
-    let mut token = String::new();
+    let mut token = Some(String::new());
     let most = usize::try_from(limit).unwrap_or(usize::MAX);
-    while jobs.len() < most {
-        let (page, next) = client.list(limit.min(LARGEST_PAGE), &token, states).await?;
+    while jobs.len() < most
+        && let Some(after) = token
+    {
+        let (page, next) = client.list(limit.min(LARGEST_PAGE), &after, states).await?;
         jobs.extend(page);
-        match next {
-            Some(next) => token = next,
-            None => break,
-        }
+        token = next;
     }
+    let more = jobs.len() > most || token.is_some_and(|next| !next.is_empty());
     jobs.truncate(most);
-    Ok(jobs)
+    Ok((jobs, more))
 }
 
 fn state(name: JobStateName) -> JobState {
@@ -87,39 +91,6 @@ fn state(name: JobStateName) -> JobState {
 async fn get(arguments: OneJob) -> anyhow::Result<()> {
     let job = connect(&arguments.remote).await?.get(&arguments.job).await?;
     output::job(&job).print_one(arguments.remote.how)
-}
-
-/// The newest log of each task that has begun.
-async fn logs(arguments: JobLogs) -> anyhow::Result<()> {
-    let mut client = connect(&arguments.remote).await?;
-    let begun = [
-        TaskState::Running,
-        TaskState::Done,
-        TaskState::Failed,
-        TaskState::Abandoned,
-    ];
-    let format = arguments.remote.how.format;
-    for task in client.tasks(&arguments.job, &begun, &arguments.stage).await? {
-        let mut lines = match client.logs(task.id, 0, arguments.tail, false).await {
-            // An abandoned task may never have been tried.
-            Err(Error::NotFound(_)) => continue,
-            opened => opened?,
-        };
-        let name = format!("{}/{}", task.stage, task.name);
-        while let Some(part) = lines.next().await? {
-            for line in part.lines {
-                match format {
-                    Format::Table | Format::Wide => output::print(&format!("{name}: {line}\n"))?,
-                    Format::Json | Format::Yaml => {
-                        let value = json!({"task": task.id, "stage": task.stage, "name": task.name,
-                            "attempt": part.attempt, "line": line});
-                        output::print_value(&value, format)?;
-                    }
-                }
-            }
-        }
-    }
-    Ok(())
 }
 
 async fn events(arguments: Events) -> anyhow::Result<()> {
@@ -142,7 +113,8 @@ async fn events(arguments: Events) -> anyhow::Result<()> {
                 }
             }
             Format::Table | Format::Wide => {
-                output::print(&format!("{} {} {}\n", event.kind, event.worker, event.message))?;
+                let line = format!("{} {} {}", event.kind, event.worker, event.message);
+                output::print(&format!("{}\n", output::plain(&line)))?;
             }
         }
     }
@@ -164,7 +136,7 @@ async fn watch(arguments: OneJob) -> anyhow::Result<()> {
             }
             Format::Table | Format::Wide => {
                 for line in changes.lines(job) {
-                    output::print(&format!("{line}\n"))?;
+                    output::print(&format!("{}\n", output::plain(&line)))?;
                 }
             }
         }

@@ -2,17 +2,16 @@
 
 use espalier_coordinator::client::Client;
 use espalier_proto::v1::TaskState;
-use serde_json::json;
 
-use super::{connect, show};
-use crate::args::{Format, ListTasks, OneTask, TaskCommand, TaskLogs, TaskStateName};
+use super::{connect, logs, show};
+use crate::args::{ListTasks, OneTask, TaskCommand, TaskStateName};
 use crate::output;
 
 pub(crate) async fn run(command: TaskCommand) -> anyhow::Result<()> {
     match command {
         TaskCommand::List(arguments) => list(arguments).await,
         TaskCommand::Get(arguments) => get(arguments).await,
-        TaskCommand::Logs(arguments) => logs(arguments).await,
+        TaskCommand::Logs(arguments) => logs::of_task(arguments).await,
     }
 }
 
@@ -38,31 +37,4 @@ fn state(name: TaskStateName) -> TaskState {
 async fn get(arguments: OneTask) -> anyhow::Result<()> {
     let task = connect(&arguments.remote).await?.task(arguments.task).await?;
     output::task(&task).print_one(arguments.remote.how)
-}
-
-async fn logs(arguments: TaskLogs) -> anyhow::Result<()> {
-    let mut client = connect(&arguments.remote).await?;
-    let mut following = client
-        .logs(
-            arguments.task,
-            arguments.attempt,
-            arguments.tail,
-            arguments.follow,
-        )
-        .await?;
-    let format = arguments.remote.how.format;
-    while let Some(part) = following.next().await? {
-        if part.lagged {
-            output::say("lines before these were left out");
-        }
-        for line in part.lines {
-            match format {
-                Format::Table | Format::Wide => output::print(&format!("{line}\n"))?,
-                Format::Json | Format::Yaml => {
-                    output::print_value(&json!({"attempt": part.attempt, "line": line}), format)?;
-                }
-            }
-        }
-    }
-    Ok(())
 }

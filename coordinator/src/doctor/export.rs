@@ -74,7 +74,11 @@ pub fn export_from(disk: &dyn Disk, data_dir: &Path, out: &mut dyn Write) -> Res
         },
     );
     if let Some(error) = unwritten {
-        return Err(Error::Internal(format!("cannot write the events: {error}")));
+        return Err(Error::File {
+            action: "write events to",
+            path: "the output".into(),
+            source: error,
+        });
     }
     match read {
         Ok(_) => {}

@@ -7,7 +7,7 @@ use espalier_proto::v1::coordinator_message::Message as FromCoordinator;
 use espalier_proto::v1::worker_message::Message as FromWorker;
 use espalier_proto::v1::workers_client::WorkersClient;
 use espalier_proto::v1::{CoordinatorMessage, HeartbeatRequest, Hello, Lease, WorkerMessage};
-use espalier_proto::{KNOWN_EPOCH_METADATA, MESSAGE_LIMIT_BYTES, STALE_EPOCH_METADATA};
+use espalier_proto::{KNOWN_EPOCH_METADATA, MESSAGE_LIMIT_BYTES, STALE_EPOCH_METADATA, coordinator_url};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -56,10 +56,11 @@ impl Connector {
     /// # Errors
     /// When the address is malformed.
     pub fn new(address: &str, inputs: mpsc::Sender<Input>) -> Result<Self> {
-        let endpoint = Endpoint::from_shared(address.to_owned())
-            .map_err(|error| Error::Coordinator {
-                address: address.to_owned(),
-                reason: format!("not an address ({error}), expected a URL such as http://127.0.0.1:7420"),
+        let endpoint = Endpoint::from_shared(coordinator_url(address))
+            .map_err(|error| Error::Invalid {
+                reason: format!(
+                    "coordinator is {address:?}, expected an address such as http://127.0.0.1:7474 ({error})"
+                ),
             })?
             .connect_timeout(CONNECT_TIMEOUT)
             .http2_keep_alive_interval(Duration::from_secs(10))
