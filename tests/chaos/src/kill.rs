@@ -24,6 +24,10 @@ const CRASH_TRIES: usize = 3;
 const JOBS: usize = 3;
 /// Every so many jobs one is doomed.
 const DOOMED_EVERY: usize = 4;
+/// A kill in so many comes as the coordinator starts.
+const EARLY_ONE_IN: u32 = 10;
+/// With so many kills some must have.
+const EARLY_FROM: usize = 100;
 const END: Duration = Duration::from_secs(300);
 
 /// What a run is to do.
@@ -40,6 +44,8 @@ pub struct Plan {
 pub struct Report {
     /// Kills.
     pub kills: usize,
+    /// Of those, how many came before the coordinator had started: in its replay, or as it claimed its term.
+    pub early: usize,
     /// Jobs that ended as they should.
     pub jobs: usize,
     /// Good ends that were acknowledged.
@@ -59,7 +65,9 @@ impl Report {
             .doomed_tries
             .iter()
             .all(|tries| *tries >= 2 && *tries <= CRASH_TRIES);
-        self.again == 0 && self.missing == 0 && self.acknowledged > 0 && budget
+        // Of a few kills perhaps none comes early.
+        let early = self.early > 0 || self.kills < EARLY_FROM;
+        self.again == 0 && self.missing == 0 && self.acknowledged > 0 && budget && early
     }
 }
 
@@ -69,9 +77,10 @@ impl fmt::Display for Report {
         let most = self.doomed_tries.iter().max().copied().unwrap_or(0);
         write!(
             formatter,
-            "{} kills, {} jobs, {} results acknowledged: {} lost, {} executed again; {} tasks that always crash were \
+            "{} kills ({} before the start was over), {} jobs, {} results acknowledged: {} lost, {} executed again; {} tasks that always crash were \
              tried {fewest} to {most} times (at most {CRASH_TRIES})",
             self.kills,
+            self.early,
             self.jobs,
             self.acknowledged,
             self.missing,
@@ -109,8 +118,10 @@ async fn kill(rig: &mut Rig, story: &Story, plan: Plan, progress: impl Fn(usize)
     let mut random = ChaCha8Rng::seed_from_u64(plan.seed);
     let mut jobs: BTreeMap<String, String> = BTreeMap::new();
     let mut open: BTreeSet<String> = BTreeSet::new();
+    let mut early = false;
     for kill in 0..plan.kills {
-        if open.len() < JOBS {
+        // Whoever asks waits until the start is over.
+        if !early && open.len() < JOBS {
             let doomed = if jobs.len() % DOOMED_EVERY == 1 {
                 &story.doomed
             } else {
@@ -121,11 +132,16 @@ async fn kill(rig: &mut Rig, story: &Story, plan: Plan, progress: impl Fn(usize)
             jobs.insert(id.clone(), name);
             open.insert(id);
         }
-        // Sometimes in the middle of the replay, mostly in the middle of the work.
-        let wait = if random.random_bool(0.1) { 0..60 } else { 100..900 };
+        // Mostly in the middle of the work.
+        let wait = if early { 0..60 } else { 100..900 };
         tokio::time::sleep(Duration::from_millis(random.random_range(wait))).await;
         rig.kill_coordinator()?;
         rig.start_coordinator()?;
+        progress(kill + 1);
+        early = random.random_ratio(1, EARLY_ONE_IN);
+        if early {
+            continue;
+        }
         for id in open.clone() {
             let state = rig.job(&id).await?.state();
             if matches!(
@@ -135,7 +151,6 @@ async fn kill(rig: &mut Rig, story: &Story, plan: Plan, progress: impl Fn(usize)
                 open.remove(&id);
             }
         }
-        progress(kill + 1);
     }
     for (id, name) in &jobs {
         let ended = rig.end_of(id, END).await?;
@@ -152,7 +167,9 @@ async fn kill(rig: &mut Rig, story: &Story, plan: Plan, progress: impl Fn(usize)
         );
     }
     settle(rig).await?;
-    judge(&rig.ledger()?, &jobs, story, plan)
+    let early = rig.unfinished_starts()?;
+    let report = judge(&rig.ledger()?, &jobs, story, plan)?;
+    Ok(Report { early, ..report })
 }
 
 /// Waits until the workers have said and heard everything.
@@ -223,6 +240,7 @@ fn judge(ledger: &[Entry], jobs: &BTreeMap<String, String>, story: &Story, plan:
     let acknowledged = good.len();
     Ok(Report {
         kills: plan.kills,
+        early: 0,
         jobs,
         acknowledged,
         again,

@@ -5,7 +5,7 @@
 //! - [`process`], [`proxy`], [`rig`]: processes to kill and stop, wires to cut, and a cluster of both.
 //! - [`kill`]: the coordinator killed again and again under working workers.
 //! - [`lost`]: a coordinator whose node is gone, and its successor.
-//! - [`tiny`] and [`upset`]: the whole pipeline by the real program, upset in every way.
+//! - [`tiny`], [`small_disk`] and [`upset`]: the whole pipeline by the real program, upset in every way.
 //!
 //! The coordinator, the agent and the protocol are the real ones. Only the device child and the planner stand in.
 
@@ -16,6 +16,7 @@ pub mod lost;
 pub mod process;
 pub mod proxy;
 pub mod rig;
+pub mod small_disk;
 pub mod story;
 pub mod tiny;
 pub mod upset;

@@ -3,7 +3,7 @@
 //! What must hold: the job goes on and ends well; of what had been acknowledged only the last shipping interval
 //! is done again; the coordinator that was, coming back or waking up, stops by itself.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, ensure};
@@ -21,8 +21,11 @@ const WORK: Duration = Duration::from_secs(12);
 const STOP: Duration = Duration::from_secs(60);
 const END: Duration = Duration::from_secs(300);
 
+/// What the coordinator that was may have had under way to its workers when it was stopped.
+const UNDER_WAY: Duration = Duration::from_millis(500);
+
 /// What a lost disk has cost.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Report {
     /// Results acknowledged before the loss.
     pub acknowledged: usize,
@@ -30,15 +33,21 @@ pub struct Report {
     pub again: usize,
     /// How long before the loss the earliest of those had been acknowledged, seconds.
     pub reach_seconds: f64,
+    /// Results acknowledged after the loss and done again all the same: two coordinators have both promoted.
+    pub late: usize,
+    /// Errands of which two ends were acknowledged after the loss: the same.
+    pub twice: usize,
     /// Errands of the job without an acknowledged good end.
     pub missing: usize,
 }
 
 impl Report {
-    /// Whether no more than the shipping interval was lost.
+    /// Whether no more than the shipping interval was lost, and nothing after it.
     pub fn holds(&self) -> bool {
         let bound = SHIPPING_INTERVAL + SLACK;
-        self.acknowledged > 0 && self.missing == 0 && self.reach_seconds <= bound.as_secs_f64()
+        let only_one_promoted = self.late == 0 && self.twice == 0;
+        let in_bounds = self.reach_seconds <= bound.as_secs_f64();
+        self.acknowledged > 0 && self.missing == 0 && in_bounds && only_one_promoted
     }
 }
 
@@ -98,43 +107,140 @@ async fn lose(rig: &mut Rig, story: &Story, asleep: bool) -> Result<Report> {
     judge(&rig.ledger()?, story, lost_at)
 }
 
+/// What the attempt with a number was at, as of its last beginning.
+struct Begun<'a> {
+    errand: &'a str,
+    /// Counts beginnings: numbers of attempts of the last interval may be given again by the successor.
+    beginning: usize,
+    ended: bool,
+}
+
 fn judge(ledger: &[Entry], story: &Story, lost_at: u64) -> Result<Report> {
-    // Attempt numbers of the last interval may be given again by the successor: what counts is the order of
-    // entries, each about the errand that the attempt's last beginning named.
-    let mut errand_of: BTreeMap<u64, &str> = BTreeMap::new();
-    let mut good: BTreeMap<&str, u64> = BTreeMap::new();
-    let mut ended: BTreeSet<u64> = BTreeSet::new();
-    let mut again = 0;
+    let successor_from = lost_at.saturating_add(u64::try_from(UNDER_WAY.as_nanos())?);
+    let mut begun: BTreeMap<u64, Begun<'_>> = BTreeMap::new();
+    let mut good: BTreeMap<&str, (u64, usize)> = BTreeMap::new();
+    let mut report = Report::default();
     let mut earliest = lost_at;
-    let mut acknowledged = 0;
-    for entry in ledger {
+    for (beginning, entry) in ledger.iter().enumerate() {
         match &entry.what {
             What::Began { errand } => {
-                errand_of.insert(entry.attempt, errand);
-                ended.remove(&entry.attempt);
-                if let Some(at) = good.remove(errand.as_str()) {
-                    again += 1;
-                    earliest = earliest.min(at);
+                let now = Begun {
+                    errand,
+                    beginning,
+                    ended: false,
+                };
+                begun.insert(entry.attempt, now);
+                match good.remove(errand.as_str()) {
+                    Some((at, _)) if at >= successor_from => report.late += 1,
+                    Some((at, _)) => {
+                        report.again += 1;
+                        earliest = earliest.min(at);
+                    }
+                    None => {}
                 }
             }
             What::Ended { .. } => {
-                ended.insert(entry.attempt);
-            }
-            What::Acknowledged if ended.contains(&entry.attempt) => {
-                if let Some(errand) = errand_of.get(&entry.attempt) {
-                    good.insert(errand, entry.at);
-                    acknowledged += usize::from(entry.at < lost_at);
+                if let Some(attempt) = begun.get_mut(&entry.attempt) {
+                    attempt.ended = true;
                 }
             }
-            What::Acknowledged => {}
+            What::Acknowledged => {
+                let Some(attempt) = begun.get(&entry.attempt).filter(|attempt| attempt.ended) else {
+                    continue;
+                };
+                report.acknowledged += usize::from(entry.at < lost_at);
+                // The same end said again on a new stream is acknowledged again.
+                let before = good.insert(attempt.errand, (entry.at, attempt.beginning));
+                let another = before.is_some_and(|(_, beginning)| beginning != attempt.beginning);
+                report.twice += usize::from(another && entry.at >= successor_from);
+            }
         }
     }
     let wanted = story.stages * story.errands;
     ensure!(good.len() <= wanted, "more errands than were planned");
-    Ok(Report {
-        acknowledged,
-        again,
-        reach_seconds: Duration::from_nanos(lost_at.saturating_sub(earliest)).as_secs_f64(),
-        missing: wanted - good.len(),
-    })
+    report.reach_seconds = Duration::from_nanos(lost_at.saturating_sub(earliest)).as_secs_f64();
+    report.missing = wanted - good.len();
+    Ok(report)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+    use super::*;
+
+    const SECOND: u64 = 1_000_000_000;
+    const LOST_AT: u64 = 100 * SECOND;
+
+    fn story() -> Story {
+        Story {
+            stages: 1,
+            errands: 2,
+            millis: 1,
+            busy: false,
+            brings_process: false,
+            doomed: "-doomed".to_owned(),
+        }
+    }
+
+    /// Seconds, attempt and what happened: `+x` began errand x, `-x` ended it, empty acknowledged.
+    fn judged(entries: &[(u64, u64, &str)]) -> Report {
+        let entry = |&(seconds, attempt, what): &(u64, u64, &str)| Entry {
+            at: seconds * SECOND,
+            attempt,
+            what: match what.split_at_checked(1) {
+                Some(("+", errand)) => What::Began {
+                    errand: errand.to_owned(),
+                },
+                Some(("-", errand)) => What::Ended {
+                    errand: errand.to_owned(),
+                },
+                _ => What::Acknowledged,
+            },
+        };
+        judge(&entries.iter().map(entry).collect::<Vec<_>>(), &story(), LOST_AT).unwrap()
+    }
+
+    /// Errand `a` is done and acknowledged long before.
+    const BEFORE: [(u64, u64, &str); 3] = [(1, 1, "+a"), (2, 1, "-a"), (3, 1, "")];
+
+    #[test]
+    fn what_the_last_interval_lost_may_be_done_again_and_nothing_older() {
+        let last = [(97, 2, "+b"), (97, 2, "-b"), (98, 2, "")];
+        let again = [(110, 2, "+b"), (111, 2, "-b"), (112, 2, "")];
+        let report = judged(&[&BEFORE[..], &last, &again].concat());
+        assert!(report.holds(), "{report:?}");
+        assert_eq!((report.again, report.reach_seconds), (1, 2.0));
+        let older = [(110, 3, "+a"), (111, 3, "-a"), (112, 3, "")];
+        let report = judged(&[&BEFORE[..], &last, &again, &older].concat());
+        assert!(!report.holds(), "{report:?}");
+    }
+
+    #[test]
+    fn a_result_acknowledged_by_a_coordinator_that_woke_up_and_done_again_by_its_successor_does_not_hold() {
+        let woken = [(99, 2, "+b"), (105, 2, "-b"), (106, 2, "")];
+        let successor = [(107, 2, "+b"), (108, 2, "-b"), (109, 2, "")];
+        let report = judged(&[&BEFORE[..], &woken].concat());
+        assert!(report.holds(), "{report:?}");
+        let report = judged(&[&BEFORE[..], &woken, &successor].concat());
+        assert_eq!(report.late, 1);
+        assert!(!report.holds(), "{report:?}");
+    }
+
+    #[test]
+    fn two_ends_of_one_errand_acknowledged_after_the_loss_do_not_hold() {
+        let both = [
+            (99, 2, "+b"),
+            (104, 3, "+b"),
+            (105, 2, "-b"),
+            (106, 2, ""),
+            (107, 3, "-b"),
+            (108, 3, ""),
+        ];
+        let report = judged(&[&BEFORE[..], &both].concat());
+        assert_eq!(report.twice, 1);
+        assert!(!report.holds(), "{report:?}");
+        let said_again = [(99, 2, "+b"), (105, 2, "-b"), (106, 2, ""), (108, 2, "")];
+        let report = judged(&[&BEFORE[..], &said_again].concat());
+        assert!(report.holds(), "{report:?}");
+    }
 }

@@ -36,6 +36,33 @@ impl Process {
         self.child.id()
     }
 
+    /// Ids of the processes that it has started and that have not ended.
+    ///
+    /// # Errors
+    /// When processes cannot be listed.
+    pub fn children(&self) -> Result<Vec<i32>> {
+        let own = i32::try_from(self.child.id())?;
+        let mut children = Vec::new();
+        for entry in std::fs::read_dir("/proc")? {
+            let Some(id) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else {
+                continue;
+            };
+            // Gone meanwhile is no child.
+            let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
+            // After the name, which may have anything in it: the state and the parent.
+            let mut fields = stat
+                .rsplit_once(')')
+                .map_or("", |(_, rest)| rest)
+                .split_whitespace();
+            let runs = fields.next().is_some_and(|state| state != "Z");
+            let parent = fields.next().and_then(|parent| parent.parse::<i32>().ok());
+            if runs && parent == Some(own) {
+                children.push(id);
+            }
+        }
+        Ok(children)
+    }
+
     /// Ends it without a warning, and waits until it is gone.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! A wire that can be cut: a TCP proxy between workers and a coordinator.
+//! A wire that can be cut, both ways or one: a TCP proxy between workers and a coordinator.
 
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
@@ -14,9 +14,37 @@ const CONNECT: Duration = Duration::from_secs(2);
 #[derive(Debug, Default)]
 struct Wire {
     target: AtomicU16,
-    cut: AtomicBool,
+    /// What workers say is held back.
+    cut_up: AtomicBool,
+    /// What the coordinator says is held back.
+    cut_down: AtomicBool,
     ended: AtomicBool,
     open: Mutex<Vec<TcpStream>>,
+}
+
+/// A direction of the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// From a worker to the coordinator.
+    Up,
+    /// From the coordinator to a worker.
+    Down,
+}
+
+impl Wire {
+    fn is_cut(&self, way: Way) -> &AtomicBool {
+        match way {
+            Way::Up => &self.cut_up,
+            Way::Down => &self.cut_down,
+        }
+    }
+
+    /// Waits while a direction is cut.
+    fn wait_until_mended(&self, way: Way) {
+        while self.is_cut(way).load(Ordering::SeqCst) && !self.ended.load(Ordering::SeqCst) {
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
 }
 
 /// A proxy on a port of its own. Ends when dropped.
@@ -53,13 +81,21 @@ impl Proxy {
 
     /// Cuts the wire without a word to either end: what was open goes silent, what is new is not answered.
     pub fn cut(&self) {
-        self.wire.cut.store(true, Ordering::SeqCst);
+        self.cut_one_way(Way::Up);
+        self.cut_one_way(Way::Down);
+    }
+
+    /// Cuts one direction: one end goes on hearing the other, which hears nothing.
+    pub fn cut_one_way(&self, way: Way) {
+        self.wire.is_cut(way).store(true, Ordering::SeqCst);
     }
 
     /// Mends the wire: what was open before is closed, as no peer could trust it.
     pub fn mend(&self) {
         self.close();
-        self.wire.cut.store(false, Ordering::SeqCst);
+        for way in [Way::Up, Way::Down] {
+            self.wire.is_cut(way).store(false, Ordering::SeqCst);
+        }
     }
 
     fn close(&self) {
@@ -94,11 +130,11 @@ fn serve(listener: &TcpListener, wire: &Arc<Wire>) {
 }
 
 fn join(near: TcpStream, wire: &Arc<Wire>) {
-    while wire.cut.load(Ordering::SeqCst) {
-        if wire.ended.load(Ordering::SeqCst) {
-            return;
-        }
-        thread::sleep(Duration::from_millis(20));
+    for way in [Way::Up, Way::Down] {
+        wire.wait_until_mended(way);
+    }
+    if wire.ended.load(Ordering::SeqCst) {
+        return;
     }
     let target = SocketAddr::from(([127, 0, 0, 1], wire.target.load(Ordering::SeqCst)));
     let Ok(far) = TcpStream::connect_timeout(&target, CONNECT) else {
@@ -111,18 +147,16 @@ fn join(near: TcpStream, wire: &Arc<Wire>) {
         open.extend([near.try_clone(), far.try_clone()].into_iter().flatten());
     }
     let back = Arc::clone(wire);
-    thread::spawn(move || pass(far_back, near_back, &back));
-    pass(near, far, wire);
+    thread::spawn(move || pass(far_back, near_back, &back, Way::Down));
+    pass(near, far, wire, Way::Up);
 }
 
-/// Passes bytes on until either end closes; while the wire is cut they are held back.
-fn pass(mut from: TcpStream, mut to: TcpStream, wire: &Wire) {
+/// Passes bytes on until either end closes; while their direction is cut they are held back.
+fn pass(mut from: TcpStream, mut to: TcpStream, wire: &Wire, way: Way) {
     let _ = from.set_nodelay(true);
     let mut bytes = [0; 16 << 10];
     while let Ok(length) = io::Read::read(&mut from, &mut bytes) {
-        while wire.cut.load(Ordering::SeqCst) && !wire.ended.load(Ordering::SeqCst) {
-            thread::sleep(Duration::from_millis(20));
-        }
+        wire.wait_until_mended(way);
         let Some(passed) = bytes.get(..length).filter(|passed| !passed.is_empty()) else {
             break;
         };
@@ -132,4 +166,36 @@ fn pass(mut from: TcpStream, mut to: TcpStream, wire: &Wire) {
     }
     let _ = to.shutdown(Shutdown::Both);
     let _ = from.shutdown(Shutdown::Both);
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+    use std::io::{Read, Write};
+
+    use super::*;
+
+    #[test]
+    fn a_wire_cut_one_way_passes_what_goes_the_other_way() {
+        for (way, passes) in [(Way::Up, [false, true]), (Way::Down, [true, false])] {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let proxy = Proxy::start(listener.local_addr().unwrap().port()).unwrap();
+            let mut worker = TcpStream::connect(proxy.address).unwrap();
+            worker.write_all(b"hello").unwrap();
+            let (mut coordinator, _) = listener.accept().unwrap();
+            coordinator.read_exact(&mut [0; 5]).unwrap();
+            proxy.cut_one_way(way);
+            let mut heard = [(&mut coordinator, &mut worker)]
+                .into_iter()
+                .flat_map(|(up, down)| {
+                    down.write_all(b"x").unwrap();
+                    up.write_all(b"x").unwrap();
+                    [up, down].map(|end| {
+                        end.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+                        end.read_exact(&mut [0]).is_ok()
+                    })
+                });
+            assert_eq!([heard.next().unwrap(), heard.next().unwrap()], passes, "{way:?}");
+        }
+    }
 }

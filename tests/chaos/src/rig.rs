@@ -33,6 +33,8 @@ pub struct Rig {
     disks: usize,
     port: u16,
     coordinator: Option<Process>,
+    /// Of the coordinator that serves.
+    starts: usize,
     workers: Vec<Process>,
     /// Between workers and coordinator.
     pub wire: Proxy,
@@ -58,6 +60,7 @@ impl Rig {
             disks: 0,
             port,
             coordinator: None,
+            starts: 0,
             workers: Vec::new(),
         };
         rig.start_coordinator()?;
@@ -106,6 +109,7 @@ impl Rig {
     pub fn start_coordinator(&mut self) -> Result<()> {
         let mut command = self.coordinator_command(&self.data_dir(), self.port)?;
         self.coordinator = Some(Process::start(&mut command, &self.path("coordinator.log"))?);
+        self.starts += 1;
         Ok(())
     }
 
@@ -138,11 +142,17 @@ impl Rig {
         coordinator.kill()
     }
 
-    /// Starts a worker; one of this number that was killed comes back under its name.
+    /// How often a coordinator was started and killed before it served. Every one of them appends to one log.
     ///
     /// # Errors
-    /// When it cannot be started.
-    pub fn start_worker(&mut self, number: usize) -> Result<()> {
+    /// When the log cannot be read.
+    pub fn unfinished_starts(&self) -> Result<usize> {
+        let log = fs::read_to_string(self.path("coordinator.log"))?;
+        let served = log.matches("the coordinator listens").count();
+        Ok(self.starts.saturating_sub(served))
+    }
+
+    fn start_worker(&mut self, number: usize) -> Result<()> {
         let mut command = Command::new(program("chaos-worker")?);
         command
             .args([
@@ -153,13 +163,7 @@ impl Rig {
             ])
             .env(ledger::VARIABLE, self.path("ledger.jsonl"));
         let worker = Process::start(&mut command, &self.path(&format!("worker-{number}.log")))?;
-        if number < self.workers.len() {
-            if let Some(place) = self.workers.get_mut(number) {
-                *place = worker;
-            }
-        } else {
-            self.workers.push(worker);
-        }
+        self.workers.push(worker);
         Ok(())
     }
 

@@ -4,36 +4,48 @@
 //! checkpoint must come out the same to the bit.
 
 use std::fs;
-use std::net::TcpListener;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use espalier_coordinator::Error;
+use espalier_coordinator::client::Client;
 use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::process::{Process, program};
 use crate::proxy::Proxy;
+use crate::small_disk::SmallDisk;
 
 /// Silence after which a worker is given up.
 pub const WORKER_LOST: Duration = Duration::from_secs(3);
 const PAUSE: Duration = Duration::from_millis(50);
+/// Between looks at a job that is followed: short, so that no stage is over unseen.
+const LOOK: Duration = Duration::from_millis(10);
+/// One look; a coordinator that stands still gives none.
+const CALL: Duration = Duration::from_secs(2);
 /// Longer than a disturbed job takes on a busy machine; only a failure waits for it.
 const END: Duration = Duration::from_secs(600);
 
 /// A coordinator and workers of the real program.
 #[derive(Debug)]
 pub struct Cluster {
-    place: TempDir,
-    data_dir: PathBuf,
-    port: u16,
     /// The coordinator; none between a kill and the next start.
     pub coordinator: Option<Process>,
     /// The workers; none for one that was killed and not started again.
     pub workers: Vec<Option<Process>>,
     /// One for each worker.
     pub wires: Vec<Proxy>,
+    port: u16,
+    runtime: tokio::runtime::Runtime,
+    watching: Option<Client>,
+    data_dir: PathBuf,
+    /// What the data directory lies on, where that is to be filled. Dropped before the place, which it lies in.
+    disk: Option<SmallDisk>,
+    place: TempDir,
 }
 
 impl Cluster {
@@ -43,23 +55,34 @@ impl Cluster {
     /// When a process cannot be started.
     pub fn start(workers: usize) -> Result<Self> {
         let place = tempfile::Builder::new().prefix("espalier-chaos-").tempdir()?;
-        let data_dir = place.path().join("data");
-        Self::start_in(place, data_dir, workers)
+        Self::start_in(place, None, workers)
     }
 
-    /// The same, with the data directory given.
+    /// The same, with the data directory on a disk that can be filled.
     ///
     /// # Errors
-    /// As [`Cluster::start`].
-    pub fn start_in(place: TempDir, data_dir: PathBuf, workers: usize) -> Result<Self> {
+    /// As [`Cluster::start`], and when this process may not mount.
+    pub fn start_on_small_disk(workers: usize) -> Result<Self> {
+        let place = tempfile::Builder::new().prefix("espalier-chaos-").tempdir()?;
+        let disk = SmallDisk::mount(&place.path().join("data"))?;
+        Self::start_in(place, Some(disk), workers)
+    }
+
+    fn start_in(place: TempDir, disk: Option<SmallDisk>, workers: usize) -> Result<Self> {
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         let mut cluster = Self {
-            place,
-            data_dir,
-            port,
             coordinator: None,
             workers: Vec::new(),
             wires: Vec::new(),
+            port,
+            runtime: tokio::runtime::Builder::new_multi_thread()
+                .worker_threads(1)
+                .enable_all()
+                .build()?,
+            watching: None,
+            data_dir: place.path().join("data"),
+            disk,
+            place,
         };
         cluster.start_coordinator()?;
         for number in 0..workers {
@@ -153,6 +176,64 @@ impl Cluster {
         self.start_worker(number)
     }
 
+    /// Kills the process of a worker's device; false when there is none just now.
+    ///
+    /// # Errors
+    /// When processes cannot be listed.
+    pub fn kill_child(&self, number: usize) -> Result<bool> {
+        let Some(Some(worker)) = self.workers.get(number) else {
+            return Ok(false);
+        };
+        let children = worker.children()?;
+        for child in &children {
+            // SAFETY: kill touches no memory. A child that has ended meanwhile is its worker's to wait for, so its
+            // number is not another's yet.
+            unsafe { libc::kill(*child, libc::SIGKILL) };
+        }
+        Ok(!children.is_empty())
+    }
+
+    /// Has the coordinator stand still for a while.
+    ///
+    /// # Errors
+    /// When it is gone.
+    pub fn stop_coordinator(&self, span: Duration) -> Result<()> {
+        let coordinator = self.coordinator.as_ref().context("there is no coordinator")?;
+        coordinator.signal(libc::SIGSTOP)?;
+        std::thread::sleep(span);
+        coordinator.signal(libc::SIGCONT)
+    }
+
+    /// Fills the coordinator's disk until it says that it is full, and frees it again. False when it has not said so
+    /// within `limit`.
+    ///
+    /// # Errors
+    /// When the data directory is not on a small disk, or cannot be filled.
+    pub fn fill_disk(&mut self, limit: Duration) -> Result<bool> {
+        let disk = self.disk.as_ref().context("the disk is not a small one")?;
+        disk.fill()?;
+        let start = Instant::now();
+        let mut noticed = false;
+        while !noticed && start.elapsed() < limit {
+            std::thread::sleep(PAUSE);
+            noticed = self
+                .readiness()
+                .is_ok_and(|answer| answer.contains("disk is full"));
+        }
+        disk.free()?;
+        Ok(noticed)
+    }
+
+    /// What the coordinator says of itself to probes.
+    fn readiness(&self) -> Result<String> {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port))?;
+        stream.set_read_timeout(Some(CALL))?;
+        stream.write_all(b"GET /readyz HTTP/1.0\r\nHost: localhost\r\n\r\n")?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    }
+
     /// Runs the program's client.
     ///
     /// # Errors
@@ -213,10 +294,39 @@ impl Cluster {
     /// The job as it is now; none while no coordinator answers.
     ///
     /// # Errors
-    /// When the client cannot be started.
-    pub fn job(&self) -> Result<Option<Value>> {
-        let shown = self.client(&["job", "get", "job-1", "-o", "json"])?;
-        Ok(serde_json::from_slice(&shown.stdout).ok())
+    /// When it answers that there is no such job.
+    pub fn job(&mut self) -> Result<Option<Value>> {
+        let mut client = match self.watching.take() {
+            Some(client) => client,
+            None => match self.runtime.block_on(Client::connect(&self.endpoint(), CALL)) {
+                Ok(client) => client,
+                Err(_) => return Ok(None),
+            },
+        };
+        match self.runtime.block_on(client.get("job-1")) {
+            Ok(job) => {
+                self.watching = Some(client);
+                Ok(Some(espalier_proto::json::job(&job, true)))
+            }
+            Err(error @ Error::NotFound(_)) => Err(error.into()),
+            // Away, or on its way out.
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// The job's tasks of one executor, each whole.
+    ///
+    /// # Errors
+    /// When they cannot be asked for.
+    pub fn tasks_of(&self, kind: &str) -> Result<Vec<Value>> {
+        let listed = self.client(&["task", "list", "job-1", "-o", "json"])?;
+        let listed: Vec<Value> = serde_json::from_slice(&listed.stdout).context("tasks cannot be listed")?;
+        let mut tasks = Vec::new();
+        for task in listed.iter().filter(|task| task["kind"] == kind) {
+            let got = self.client(&["task", "get", &task["id"].to_string(), "-o", "json"])?;
+            tasks.push(serde_json::from_slice(&got.stdout).context("a task cannot be read")?);
+        }
+        Ok(tasks)
     }
 
     /// Follows the job to its end; `disturb` is called with every view of it.
@@ -232,7 +342,7 @@ impl Cluster {
                 self.keep().display()
             );
             self.check_coordinator()?;
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(LOOK);
             let Some(job) = self.job()? else { continue };
             match job["state"].as_str() {
                 Some("succeeded") => return Ok(job),
@@ -276,13 +386,11 @@ impl Cluster {
     }
 }
 
-/// Names of the stages that have begun.
-pub fn begun(job: &Value) -> Vec<String> {
-    let stages = job["stages"].as_array().cloned().unwrap_or_default();
-    let begun = stages
-        .iter()
-        .filter(|stage| matches!(stage["state"].as_str(), Some("running" | "done")));
-    begun
+/// Names of the stages that run.
+pub fn running(job: &Value) -> Vec<String> {
+    let stages = job["stages"].as_array().into_iter().flatten();
+    let running = stages.filter(|stage| stage["state"] == "running");
+    running
         .filter_map(|stage| Some(stage["name"].as_str()?.to_owned()))
         .collect()
 }

@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use espalier_chaos::lost;
 use espalier_chaos::tiny::{Cluster, write_long_spec};
 use espalier_chaos::upset::wait_for_training;
@@ -24,28 +24,55 @@ fn main() -> Result<ExitCode> {
             "killed, its disk gone"
         };
         println!(
-            "{what}: {} results acknowledged before, {} of them done again, none older than {:.1} s, {} missing; the \
-             coordinator that was stopped by itself",
-            report.acknowledged, report.again, report.reach_seconds, report.missing
+            "{what}: {} results acknowledged before, {} of them done again, none older than {:.1} s, {} missing; of \
+             those acknowledged after, {} done again and {} twice; the coordinator that was stopped by itself",
+            report.acknowledged,
+            report.again,
+            report.reach_seconds,
+            report.missing,
+            report.late,
+            report.twice
         );
         holds &= report.holds();
     }
     let truth = train(None)?;
     let alone = train(Some(AWAY))?;
-    let same = truth == alone;
+    let same = truth.checkpoint == alone.checkpoint;
     println!(
-        "{} s without a coordinator in the middle of training: the checkpoint is {}",
+        "{} s without a coordinator in the middle of training: the checkpoint is {}, recovery took {} attempts for {} \
+         tasks and went on from a checkpoint {} times",
         AWAY.as_secs(),
-        if same { "identical" } else { "DIFFERENT" }
+        if same { "identical" } else { "DIFFERENT" },
+        alone.attempts,
+        alone.tasks,
+        alone.resumed
     );
-    Ok(if holds && same {
+    Ok(if holds && same && alone.kept_training() {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
     })
 }
 
-fn train(away: Option<Duration>) -> Result<Vec<(String, String)>> {
+/// What became of the training.
+struct Trained {
+    checkpoint: Vec<(String, String)>,
+    /// Recovery tasks.
+    tasks: usize,
+    /// Attempts at them.
+    attempts: usize,
+    /// How often one of them went on from what another had left.
+    resumed: usize,
+}
+
+impl Trained {
+    /// Whether the workers went on by themselves: nothing was begun again.
+    fn kept_training(&self) -> bool {
+        self.tasks > 0 && self.attempts == self.tasks && self.resumed == 0
+    }
+}
+
+fn train(away: Option<Duration>) -> Result<Trained> {
     let specs = tempfile::tempdir()?;
     let spec = write_long_spec(specs.path())?;
     let mut cluster = Cluster::start(1)?;
@@ -58,5 +85,20 @@ fn train(away: Option<Duration>) -> Result<Vec<(String, String)>> {
         cluster.start_coordinator()?;
     }
     cluster.follow(|_, _| Ok(()))?;
-    cluster.checkpoint()
+    let mut trained = Trained {
+        checkpoint: cluster.checkpoint()?,
+        tasks: 0,
+        attempts: 0,
+        resumed: 0,
+    };
+    for task in cluster.tasks_of("recover")? {
+        trained.tasks += 1;
+        trained.attempts += task["attempts"].as_array().map_or(0, Vec::len);
+        let id = task["id"].to_string();
+        let log = cluster.client(&["task", "logs", &id])?;
+        ensure!(log.status.success(), "the log of task {id} cannot be read");
+        let log = String::from_utf8_lossy(&log.stdout);
+        trained.resumed += log.matches("going on from a checkpoint").count();
+    }
+    Ok(trained)
 }
