@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use prometheus_client::registry::Registry;
 
-use crate::scheduler::{Attempt, AttemptId, Event, Standing, State, TaskId};
+use crate::scheduler::{Attempt, AttemptId, Event, State, TaskId};
 use crate::shipping::Progress;
 use durations::Durations;
 pub use labels::Expiry;
@@ -43,6 +43,8 @@ pub struct Standings {
     pub workers_leaving: usize,
     /// Workers that were given up.
     pub workers_lost: usize,
+    /// Workers that left.
+    pub workers_left: usize,
     /// Clients that follow a job.
     pub watchers: usize,
 }
@@ -100,7 +102,8 @@ impl Default for Metrics {
 impl Metrics {
     /// Counts an event that was decided, before it is applied to this state. Events replayed from the journal
     /// are not counted; those of a turn that a full disk takes back are, and again when they come again.
-    pub fn observe(&self, state: &State, event: &Event) {
+    /// `expiry` is why a lease ends, should one.
+    pub fn observe(&self, state: &State, event: &Event, expiry: Expiry) {
         match event {
             Event::AttemptStarted { task, .. } => self.started(state, *task, 1),
             Event::GangFormed { task, ranks, .. } => self.started(state, *task, ranks.len()),
@@ -123,17 +126,11 @@ impl Metrics {
                 add(counter.and_then(|counters| counters.get(failure_index(failure.kind))));
             }
             Event::AttemptLost { attempt, .. } => {
-                let Some((attempt, kind)) = ended(state, *attempt) else {
+                let Some((_, kind)) = ended(state, *attempt) else {
                     return;
                 };
                 self.count(kind, End::Lost);
-                let worker = state.worker(attempt.worker);
-                let given_up = worker.is_some_and(|worker| worker.standing == Standing::Lost);
-                self.lease_expired(if given_up {
-                    Expiry::WorkerLost
-                } else {
-                    Expiry::WorkerRestarted
-                });
+                self.lease_expired(expiry);
             }
             Event::AttemptStopped { attempt, .. } | Event::AttemptHandedBack { attempt, .. } => {
                 if let Some((_, kind)) = ended(state, *attempt) {
@@ -187,6 +184,7 @@ impl Metrics {
             standings.workers_cordoned,
             standings.workers_leaving,
             standings.workers_lost,
+            standings.workers_left,
         ];
         for (index, value) in workers.into_iter().enumerate() {
             set(self.0.workers.get(index), value);

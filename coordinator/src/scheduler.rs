@@ -34,7 +34,7 @@ pub use event::{Event, RankRecord, StageRecord, TaskRecord};
 pub use ids::{AttemptId, Epoch, JobId, Lease, Name, Payload, TaskId, Term, WorkerId};
 pub use invariants::{check, check_touched};
 pub use job::{Ended, Job, JobPhase, Pause, Retry, Stage, Summary};
-pub use retry::{Budget, Failures, retry_pause};
+pub use retry::{Budget, Failures, hand_back_pause, retry_pause};
 pub use state::{Release, State};
 pub use task::{Attempt, Evidence, Gang, GangPlace, Needs, Rank, RankPhase, Task, TaskPhase, Trouble};
 pub use worker::{Cordon, Device, DeviceInfo, Standing, Worker};

@@ -362,6 +362,10 @@ fn run(
 ) -> Result<()> {
     let mut batch = Vec::with_capacity(BATCH);
     while !owner.is_stopping() {
+        if stop.is_cancelled() {
+            // What waits is taken; nothing more comes, whoever could still send.
+            inbox.close();
+        }
         // Without authority requests stay in the batch; when it is full of them the inbox has to wait.
         let room = BATCH.saturating_sub(batch.len());
         if room == 0 {

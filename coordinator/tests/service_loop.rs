@@ -12,12 +12,15 @@ use common::bench::{Bench, assigned, messages};
 use common::{Crowd, DEADLINE};
 use espalier_coordinator::archive::Archives;
 use espalier_coordinator::journal::disk::SystemDisk;
+use espalier_coordinator::logs::Logs;
+use espalier_coordinator::metrics::Metrics;
 use espalier_coordinator::scheduler::JobId;
-use espalier_coordinator::service::owner::{JobOrder, Query, Request};
+use espalier_coordinator::service::owner::{JobOrder, Query, Report, Request, WorkerOrder};
 use espalier_proto::task::FailureKind;
-use espalier_proto::v1::JobState;
+use espalier_proto::v1::coordinator_message::Message;
+use espalier_proto::v1::{self, JobEvent, JobState, WorkerState};
 use tokio::sync::oneshot;
-use tonic::Code;
+use tonic::{Code, Status};
 
 const RETRY: JobOrder = JobOrder::Retry { request_id: None };
 
@@ -117,6 +120,14 @@ fn an_archive_waits_until_the_tables_know_the_job_to_its_end() {
         .start(Arc::new(SystemDisk), &data_dir, bench.owner.position())
         .unwrap();
     cancelled(&mut bench, "/one");
+    let events = |bench: &mut Bench, after| {
+        let job = JobId(1);
+        bench
+            .ask(|reply| Request::Query(Query::Events { job, after, reply }))
+            .unwrap()
+            .0
+    };
+    let live = events(&mut bench, 0);
     let began = Instant::now();
     while !archive(&bench, 1).is_file() {
         assert!(began.elapsed() < DEADLINE, "job-1 is not archived");
@@ -131,6 +142,19 @@ fn an_archive_waits_until_the_tables_know_the_job_to_its_end() {
     assert!(
         kinds.contains(&"job_cancelled"),
         "it was written before its end was known: {kinds:?}"
+    );
+    let numbers = |events: &[(u64, JobEvent)]| -> Vec<(u64, String)> {
+        events
+            .iter()
+            .map(|(number, event)| (*number, event.kind.clone()))
+            .collect()
+    };
+    assert!(live.iter().any(|(_, event)| event.kind == "stages_planned"));
+    assert_eq!(numbers(&events(&mut bench, 0)), numbers(&live));
+    let seen = live.last().unwrap().0;
+    assert!(
+        events(&mut bench, seen).is_empty(),
+        "who follows is told again once it is archived"
     );
     writer.stop();
 }
@@ -167,4 +191,152 @@ fn what_is_known_can_be_asked_for_while_promotion_waits() {
     bench.gate.waits.store(false, Ordering::Relaxed);
     bench.owner.turn(&mut batch).unwrap();
     assert!(cancelled.try_recv().unwrap().is_ok(), "what waited was lost");
+}
+
+#[test]
+fn a_job_is_followed_without_its_spec_sent_again_and_again() {
+    let mut bench = Bench::new(Crowd(1));
+    bench.submit("/one").unwrap();
+    let job = JobId(1);
+    let followed = bench.ask(|reply| Request::Watch { job, reply }).unwrap();
+    assert_eq!(followed.spec_json, "{}");
+    let before = followed.snapshots.borrow().clone();
+    bench.greet(Vec::new());
+    bench.turn(vec![Request::Tick]);
+    let after = followed.snapshots.borrow().clone();
+    assert!(after.revision > before.revision);
+    assert_eq!((before.spec_json.as_str(), after.spec_json.as_str()), ("", ""));
+    let shown = bench
+        .ask(|reply| Request::Query(Query::Job { job, reply }))
+        .unwrap();
+    assert_eq!(shown.spec_json, "{}");
+}
+
+#[test]
+fn leases_that_end_with_a_lost_worker_are_counted_apart_from_those_of_a_worker_started_anew() {
+    let mut bench = Bench::new(Crowd(1));
+    let metrics = Metrics::default();
+    bench.owner = bench.owner.seen_by(metrics.clone(), Logs::nowhere());
+    let counted = |reason: &str| {
+        let line = format!("espalier_lease_expirations_total{{reason=\"{reason}\"}} ");
+        let text = metrics.text();
+        let value = text.lines().find_map(|shown| shown.strip_prefix(line.as_str()));
+        value.expect("it is not counted").to_owned()
+    };
+    bench.submit("/one").unwrap();
+    let (_, mut inbox) = bench.greet_as("a", 1, Vec::new());
+    bench.turn(vec![Request::Tick]);
+    assert!(assigned(&messages(&mut inbox)).is_some());
+    for _ in 0..4 {
+        bench.wait(14_000);
+        bench.turn(vec![Request::Tick]);
+    }
+    assert_eq!(
+        (
+            counted("worker_lost").as_str(),
+            counted("worker_restarted").as_str()
+        ),
+        ("1", "0")
+    );
+    let (_, mut inbox) = bench.greet_as("a", 2, Vec::new());
+    bench.turn(vec![Request::Tick]);
+    assert!(assigned(&messages(&mut inbox)).is_some());
+    bench.greet_as("a", 3, Vec::new());
+    assert_eq!(
+        (
+            counted("worker_lost").as_str(),
+            counted("worker_restarted").as_str()
+        ),
+        ("1", "1")
+    );
+}
+
+fn shown(bench: &mut Bench, name: &str) -> Result<v1::Worker, Status> {
+    let name = name.to_owned();
+    bench.ask(|reply| Request::Query(Query::Worker { name, reply }))
+}
+
+#[test]
+fn a_worker_that_left_is_shown_as_such_and_forgotten_after_a_day() {
+    let mut bench = Bench::new(Crowd(1));
+    let (from, _inbox) = bench.greet_as("pod-1", 1, Vec::new());
+    bench.turn(vec![Request::Leave { from }, Request::Closed { from }]);
+    let (_, _stays) = bench.greet_as("pod-2", 1, Vec::new());
+    let mut pass = |bench: &mut Bench, seconds: u64| {
+        for _ in 0..seconds.div_ceil(14) {
+            bench.wait(14_000);
+            bench.turn(vec![Request::Tick]);
+        }
+    };
+    pass(&mut bench, 60);
+    assert_eq!(shown(&mut bench, "pod-1").unwrap().state(), WorkerState::Left);
+    pass(&mut bench, 23 * 60 * 60);
+    assert!(shown(&mut bench, "pod-1").is_ok());
+    pass(&mut bench, 60 * 60);
+    assert_eq!(shown(&mut bench, "pod-1").unwrap_err().code(), Code::NotFound);
+    assert!(shown(&mut bench, "pod-2").is_ok());
+}
+
+#[test]
+fn a_restart_that_cannot_be_said_is_refused() {
+    let mut bench = Bench::new(Crowd(1));
+    let (from, mut inbox) = bench.greet_as("a", 1, Vec::new());
+    let restart = |bench: &mut Bench| {
+        let (name, order) = (
+            "a".to_owned(),
+            WorkerOrder::Restart {
+                reason: String::new(),
+            },
+        );
+        bench.ask(|reply| Request::KeepWorker { name, order, reply })
+    };
+    restart(&mut bench).unwrap();
+    let told = messages(&mut inbox);
+    assert!(told.iter().any(|message| matches!(message, Message::Restart(_))));
+    bench.turn(vec![Request::Closed { from }]);
+    let refused = restart(&mut bench).unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    assert!(refused.message().contains("is not connected"), "{refused}");
+}
+
+#[test]
+fn a_plan_asked_for_before_a_failure_cannot_break_the_retried_job() {
+    let mut bench = Bench::new(Crowd(2));
+    failed(&mut bench, "/one");
+    bench.order(1, RETRY).unwrap();
+    let late = Request::Planned {
+        job: JobId(1),
+        revision: 1,
+        planned: Err("of before the failure".to_owned()),
+    };
+    bench.turn(vec![late]);
+    let job = JobId(1);
+    let shown = bench
+        .ask(|reply| Request::Query(Query::Job { job, reply }))
+        .unwrap();
+    assert_eq!(shown.state(), JobState::Running, "{}", shown.message);
+}
+
+#[test]
+fn a_worker_that_hands_everything_back_does_not_keep_the_loop_busy() {
+    let mut bench = Bench::new(Crowd(1));
+    bench.submit("/one").unwrap();
+    let (from, mut inbox) = bench.greet(Vec::new());
+    let mut tries = 0;
+    for _ in 0..20 {
+        bench.turn(vec![Request::Tick]);
+        let Some(lease) = assigned(&messages(&mut inbox)) else {
+            break;
+        };
+        tries += 1;
+        let report = Report::Stopped;
+        bench
+            .owner
+            .turn(&mut vec![Request::Report { from, lease, report }])
+            .unwrap();
+    }
+    assert!(tries < 10, "it got the task {tries} times without a pause");
+    bench.wait(2_000);
+    bench.turn(vec![Request::Tick]);
+    assert!(assigned(&messages(&mut inbox)).is_some(), "a pause has an end");
 }

@@ -35,7 +35,12 @@ async fn workers_of_the_version_before_are_served() {
         reason: String::new(),
     };
     let mut cluster = ClusterClient::new(channel(&handle).await);
-    cluster.restart_worker(restart).await.unwrap();
+    let refused = cluster.restart_worker(restart).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    assert!(
+        refused.message().contains("version 1, which has no restart"),
+        "{refused}"
+    );
     before.complete(lease).await;
     let acknowledged = acknowledged(&mut before).await;
     assert_eq!(
@@ -170,6 +175,10 @@ async fn a_dashboard_of_ten_thousand_tasks_answers_quickly() {
     assert_eq!(stage.tasks, 10_000);
     let shown = prost::Message::encoded_len(&snapshot);
     assert!(shown < 8 << 10, "a snapshot takes {shown} bytes");
+    assert!(
+        snapshot.spec_json.contains("parent"),
+        "the first snapshot is whole"
+    );
 
     let mut tasks = TasksClient::new(channel(&handle).await);
     let mut list = v1::ListTasksRequest {

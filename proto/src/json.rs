@@ -186,5 +186,7 @@ pub fn worker_state(state: WorkerState) -> &'static str {
         WorkerState::Cordoned => "cordoned",
         WorkerState::Leaving => "leaving",
         WorkerState::Lost => "lost",
+        WorkerState::Left => "left",
+        WorkerState::Left => "left",
     }
 }

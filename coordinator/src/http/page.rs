@@ -266,7 +266,7 @@ fn worker(body: &mut String, worker: &Worker) {
         WorkerState::Ready => "good",
         WorkerState::Lost => "bad",
         WorkerState::Away | WorkerState::Cordoned | WorkerState::Leaving => "warm",
-        WorkerState::Unspecified => "",
+        WorkerState::Left | WorkerState::Unspecified => "",
     };
     let _ = write!(
         body,
@@ -311,7 +311,7 @@ fn worker(body: &mut String, worker: &Worker) {
 fn is_here(worker: &Worker) -> bool {
     match worker.state() {
         WorkerState::Ready | WorkerState::Cordoned | WorkerState::Leaving => true,
-        WorkerState::Away | WorkerState::Lost | WorkerState::Unspecified => false,
+        WorkerState::Away | WorkerState::Lost | WorkerState::Left | WorkerState::Unspecified => false,
     }
 }
 

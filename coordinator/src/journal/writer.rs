@@ -133,6 +133,8 @@ impl Journal {
             },
             false => io_error("write", &path)(source),
         };
+        // One that could not be removed is in the way.
+        let _ = self.disk.remove(&path);
         let mut file = self.disk.create(&path).map_err(refused)?;
         let written = file.append(&[b' '; ROOM_BYTES]).and_then(|()| file.sync());
         drop(file);
@@ -153,11 +155,6 @@ impl Journal {
     /// The last durable frame, for those who read along beside the loop: grows with every commit.
     pub fn position(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.position)
-    }
-
-    /// Where its files lie.
-    pub fn directory(&self) -> &Path {
-        &self.directory
     }
 
     /// Buffers events that happened together. Nothing is durable before [`Journal::commit`].
@@ -183,6 +180,11 @@ impl Journal {
             Err(_) => self.buffer.truncate(at),
         }
         appended
+    }
+
+    /// The frame that was last appended, durable or not.
+    pub fn appended(&self) -> u64 {
+        self.last().saturating_add(self.buffered)
     }
 
     /// Writes what is buffered and returns once it is durable.

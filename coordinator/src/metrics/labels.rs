@@ -2,6 +2,8 @@
 
 use espalier_proto::task::FailureKind;
 
+use crate::scheduler::Event;
+
 /// Kinds of task; the last stands for all others.
 pub const KIND_NAMES: [&str; 13] = [
     "ingest",
@@ -91,6 +93,16 @@ impl Expiry {
     /// Every reason.
     pub const ALL: [Self; 2] = [Self::WorkerLost, Self::WorkerRestarted];
 
+    /// Why leases end in a decision: a worker that joins in it was started anew.
+    pub fn of(decision: &[Event]) -> Self {
+        let joins = |event: &Event| matches!(event, Event::WorkerJoined { .. });
+        if decision.iter().any(joins) {
+            Self::WorkerRestarted
+        } else {
+            Self::WorkerLost
+        }
+    }
+
     /// Where its counter is.
     pub fn index(self) -> usize {
         self as usize
@@ -106,4 +118,4 @@ impl Expiry {
 }
 
 /// Where a worker stands.
-pub const WORKER_STATES: [&str; 5] = ["ready", "away", "cordoned", "leaving", "lost"];
+pub const WORKER_STATES: [&str; 6] = ["ready", "away", "cordoned", "leaving", "lost", "left"];

@@ -32,6 +32,8 @@ pub fn apply(state: &mut State, event: &Event) {
         | Event::WorkerReturned { .. }
         | Event::WorkerLeaving { .. }
         | Event::WorkerLost { .. }
+        | Event::WorkerLeft { .. }
+        | Event::WorkerForgotten { .. }
         | Event::WorkerCordoned { .. }
         | Event::WorkerUncordoned { .. }
         | Event::WorkerRestartAsked { .. } => worker::apply(state, event),

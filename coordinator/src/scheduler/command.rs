@@ -190,6 +190,11 @@ pub enum Command {
         /// Its incarnation.
         epoch: Epoch,
     },
+    /// A worker has been gone for long: it need not be remembered.
+    Forget {
+        /// Which.
+        worker: WorkerId,
+    },
     /// An attempt ended well.
     Complete {
         /// By whom.

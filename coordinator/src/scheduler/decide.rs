@@ -39,7 +39,8 @@ pub fn decide(state: &State, command: Command, now: Now) -> Decision {
         | Command::Uncordon { .. }
         | Command::Drain { .. }
         | Command::RestartWorker { .. }
-        | Command::WorkerSilent { .. }) => worker::decide(state, command, now),
+        | Command::WorkerSilent { .. }
+        | Command::Forget { .. }) => worker::decide(state, command, now),
         Command::Complete {
             worker,
             lease,

@@ -50,12 +50,6 @@ pub enum Effect {
         /// One line.
         reason: String,
     },
-    /// The job is over and nothing of it runs or lies about: its archive can be written, and `Archived` said.
-    /// A job that failed can be retried until then: whoever keeps the archives decides how long.
-    Archive {
-        /// Which job.
-        job: JobId,
-    },
     /// Close the worker's stream.
     Disconnect {
         /// Which worker.
@@ -74,6 +68,7 @@ pub fn effects(state: &State, event: &Event) -> Vec<Effect> {
         Event::TermBegan { .. }
         | Event::WorkerJoined { .. }
         | Event::WorkerReturned { .. }
+        | Event::WorkerForgotten { .. }
         | Event::WorkerCordoned { .. }
         | Event::WorkerUncordoned { .. }
         | Event::JobArchived { .. }
@@ -89,7 +84,9 @@ pub fn effects(state: &State, event: &Event) -> Vec<Effect> {
             worker: *worker,
             reason: reason.clone(),
         }],
-        Event::WorkerLost { worker } => vec![Effect::Disconnect { worker: *worker }],
+        Event::WorkerLost { worker } | Event::WorkerLeft { worker } => {
+            vec![Effect::Disconnect { worker: *worker }]
+        }
         Event::JobPaused { job, .. } | Event::JobResumed { job, .. } => vec![Effect::Changed { job: *job }],
         Event::JobSubmitted { job, .. }
         | Event::JobRetried { job, .. }
@@ -100,8 +97,7 @@ pub fn effects(state: &State, event: &Event) -> Vec<Effect> {
             vec![Effect::Changed { job: *job }, Effect::WriteOutcome { job: *job }]
         }
         Event::JobSucceeded { job, .. } | Event::PartialRemoved { job } => {
-            let effects = [changed(*job), archive(state, *job)];
-            effects.into_iter().flatten().collect()
+            vec![Effect::Changed { job: *job }]
         }
         Event::JobFailed { job, .. } | Event::JobCancelled { job, .. } => {
             let mut effects = vec![Effect::Changed { job: *job }];
@@ -132,7 +128,6 @@ pub fn resume(state: &State) -> Vec<Effect> {
     for job in state.jobs() {
         effects.extend(plan(state, job.id));
         effects.extend(removal(state, job.id));
-        effects.extend(archive(state, job.id));
         if matches!(job.phase, JobPhase::Finishing { .. }) {
             effects.push(Effect::WriteOutcome { job: job.id });
         }
@@ -174,12 +169,7 @@ fn after_an_end(state: &State, task: TaskId) -> Vec<Effect> {
     let ending = task.gang().filter(|gang| gang.ending);
     let stop = ending.into_iter().flat_map(Gang::live);
     let mut effects: Vec<Effect> = stop.map(|attempt| Effect::StopAttempt { attempt }).collect();
-    let job = [
-        changed(job),
-        plan(state, job),
-        removal(state, job),
-        archive(state, job),
-    ];
+    let job = [changed(job), plan(state, job), removal(state, job)];
     effects.extend(job.into_iter().flatten());
     effects
 }
@@ -198,9 +188,4 @@ fn plan(state: &State, job: JobId) -> Option<Effect> {
 fn removal(state: &State, job: JobId) -> Option<Effect> {
     let wanted = state.job(job)?.wants_removal() && state.attempts_of(job).next().is_none();
     wanted.then_some(Effect::RemovePartial { job })
-}
-
-fn archive(state: &State, job: JobId) -> Option<Effect> {
-    let over = state.is_archivable(state.job(job)?);
-    over.then_some(Effect::Archive { job })
 }

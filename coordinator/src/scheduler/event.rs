@@ -120,6 +120,10 @@ pub enum Event {
     },
     /// A worker was given up.
     WorkerLost { worker: WorkerId },
+    /// A worker that was leaving and ran nothing more is gone.
+    WorkerLeft { worker: WorkerId },
+    /// A worker that was gone for long is no longer remembered.
+    WorkerForgotten { worker: WorkerId },
     /// A worker gets nothing more until it is uncordoned.
     WorkerCordoned {
         worker: WorkerId,

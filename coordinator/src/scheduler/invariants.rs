@@ -79,6 +79,8 @@ fn touched(state: &State, event: &Event) -> (Vec<TaskId>, Vec<WorkerId>) {
         | Event::WorkerReturned { worker }
         | Event::WorkerLeaving { worker, .. }
         | Event::WorkerLost { worker }
+        | Event::WorkerLeft { worker }
+        | Event::WorkerForgotten { worker }
         | Event::WorkerCordoned { worker, .. }
         | Event::WorkerUncordoned { worker, .. }
         | Event::WorkerRestartAsked { worker, .. } => (Vec::new(), vec![*worker]),

@@ -34,7 +34,8 @@ pub struct Job {
     pub stages: Vec<Stage>,
     /// Stages that ended, one for the submission and one for each retry: what a planner can know.
     pub results: u64,
-    /// What the planner had seen when it last answered.
+    /// What the planner had seen when it last answered, or what there was when the job was last retried: an answer
+    /// to no more than that is no longer one.
     pub planned: u64,
     /// Milliseconds since 1970.
     pub submitted_at: i64,

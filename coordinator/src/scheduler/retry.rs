@@ -108,10 +108,22 @@ impl Budget {
 }
 
 /// How long a task rests after its newest failure: a second, doubling with each failure up to a minute.
-/// Nothing after a lost worker or when it was handed back.
+/// Nothing after a lost worker.
 pub fn retry_pause(failures: &Failures) -> Duration {
+    pause(failures.own())
+}
+
+/// How long a task rests after it was handed back: nothing the first times, as when workers drain one after another,
+/// then as after failures, so that a worker that takes nothing cannot keep the coordinator busy.
+pub fn hand_back_pause(failures: &Failures) -> Duration {
+    /// Hand-backs that cost no pause.
+    const FREE: u32 = 4;
+    pause(failures.handed_back.saturating_sub(FREE))
+}
+
+fn pause(times: u32) -> Duration {
     const LONGEST: Duration = Duration::from_secs(60);
-    match failures.own().checked_sub(1) {
+    match times.checked_sub(1) {
         None => Duration::ZERO,
         Some(doublings) => {
             let factor = 1_u32.checked_shl(doublings.min(6)).unwrap_or(u32::MAX);

@@ -95,6 +95,18 @@ impl State {
         if class.exclusive {
             return format!("waits for a host with {wanted} and nothing else running");
         }
+        let free = self.index.free.get(&class.device_kind).into_iter().flatten();
+        let fits = |(worker, place): &(WorkerId, usize)| {
+            let device = self.worker(*worker).and_then(|worker| worker.devices.get(*place));
+            !absent.contains(worker)
+                && device.is_some_and(|device| device.info.memory_bytes >= class.memory_bytes)
+        };
+        if free.copied().any(|slot| fits(&slot)) {
+            return format!(
+                "waits for {wanted}: what is free is kept for a task that needs several together, or for one \
+                 that measures time"
+            );
+        }
         format!("waits for {wanted} to be free")
     }
 }
@@ -131,6 +143,7 @@ fn devices(worker: &Worker, class: &Class) -> usize {
 fn gone(workers: &[&Worker], absent: &BTreeSet<WorkerId>) -> String {
     let count = |is: &dyn Fn(&Worker) -> bool| workers.iter().filter(|worker| is(worker)).count();
     let lost = count(&|worker| worker.standing == Standing::Lost);
+    let left = count(&|worker| worker.standing == Standing::Left);
     let leaving = count(&|worker| worker.standing == Standing::Leaving);
     let cordoned = |worker: &Worker| worker.standing == Standing::Present && worker.cordon.is_some();
     let away = count(&|worker| worker.is_usable() && absent.contains(&worker.id));
@@ -142,6 +155,7 @@ fn gone(workers: &[&Worker], absent: &BTreeSet<WorkerId>) -> String {
         (leaving, "leaving".to_owned()),
         (away, "away".to_owned()),
         (lost, "lost".to_owned()),
+        (left, "left".to_owned()),
     ];
     let parts = parts.into_iter().filter(|(count, _)| *count > 0);
     let parts: Vec<String> = parts.map(|(count, what)| format!("{count} {what}")).collect();

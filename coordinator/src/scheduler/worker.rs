@@ -61,6 +61,18 @@ pub enum Standing {
     Leaving,
     /// It was given up; its attempts were handed on.
     Lost,
+    /// It left as it had said it would, with nothing to hand on.
+    Left,
+}
+
+impl Standing {
+    /// Whether it is no longer there.
+    pub fn is_gone(self) -> bool {
+        match self {
+            Self::Present | Self::Leaving => false,
+            Self::Lost | Self::Left => true,
+        }
+    }
 }
 
 /// A device as its worker describes it.

@@ -13,11 +13,13 @@ use crate::scheduler::{AttemptId, Event, JobId, State, TaskId, WorkerId};
 const ENTRIES: usize = 1024;
 /// Jobs of which entries are kept.
 const JOBS: usize = 64;
+/// What a job's story begins with.
+const FIRST: &str = "job_submitted";
 
 /// Something that happened to a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Counts the entries of its job, from 1.
+    /// Its place among the entries of its job: see [`number`].
     pub number: u64,
     /// Milliseconds since 1970; 0 where the journal does not say.
     pub at: i64,
@@ -33,10 +35,24 @@ pub struct Entry {
     pub message: Box<str>,
 }
 
+/// The number of an entry of this frame of the journal, after one of the number `last`. An archive gives its rows the
+/// same numbers, so that who asks on finds where it was, whether the job is archived by then or not.
+pub fn number(frame: u64, last: u64) -> u64 {
+    /// Entries that a frame has room for.
+    const OF_A_FRAME: u32 = 20;
+    frame
+        .checked_shl(OF_A_FRAME)
+        .unwrap_or(u64::MAX)
+        .max(last.saturating_add(1))
+}
+
 #[derive(Debug, Default)]
 struct Ring {
     entries: VecDeque<Entry>,
-    next: u64,
+    /// The newest entry.
+    last: u64,
+    /// The newest entry that is no longer kept; 0 while all are.
+    dropped: u64,
 }
 
 /// The rings.
@@ -46,18 +62,26 @@ pub struct History {
 }
 
 impl History {
-    /// Keeps an entry: see [`entry`].
-    pub fn push(&mut self, job: JobId, mut entry: Entry) {
+    /// Keeps an entry of this frame: see [`entry`].
+    pub fn push(&mut self, job: JobId, frame: u64, mut entry: Entry) {
+        if !self.rings.contains_key(&job) && self.rings.len() == JOBS {
+            // The one where nothing has happened for the longest.
+            let stillest = self.rings.iter().min_by_key(|(_, ring)| ring.last);
+            if let Some(stillest) = stillest.map(|(job, _)| *job) {
+                self.rings.remove(&stillest);
+            }
+        }
         let ring = self.rings.entry(job).or_default();
-        ring.next = ring.next.saturating_add(1);
-        entry.number = ring.next;
+        entry.number = number(frame, ring.last);
+        if ring.last == 0 && entry.kind != FIRST {
+            // What came before lies in a snapshot, or in a ring that was dropped.
+            ring.dropped = entry.number.saturating_sub(1);
+        }
+        ring.last = entry.number;
         if ring.entries.len() == ENTRIES {
-            ring.entries.pop_front();
+            ring.dropped = ring.entries.pop_front().map_or(0, |oldest| oldest.number);
         }
         ring.entries.push_back(entry);
-        if self.rings.len() > JOBS {
-            self.rings.pop_first();
-        }
     }
 
     /// Entries of a job with numbers above `after`, and whether some between were dropped.
@@ -65,16 +89,8 @@ impl History {
         let Some(ring) = self.rings.get(&job) else {
             return (Vec::new(), true);
         };
-        let newer: Vec<Entry> = ring
-            .entries
-            .iter()
-            .filter(|entry| entry.number > after)
-            .cloned()
-            .collect();
-        let first = newer
-            .first()
-            .map_or_else(|| ring.next.saturating_add(1), |entry| entry.number);
-        (newer, first > after.saturating_add(1))
+        let newer = ring.entries.iter().filter(|entry| entry.number > after);
+        (newer.cloned().collect(), ring.dropped > after)
     }
 
     /// Entries about a task of this job, the oldest first.
@@ -110,7 +126,7 @@ impl Fold for Replayed<'_> {
 
     fn event(&mut self, sequence: u64, event: Event) {
         if let Some((job, entry)) = entry(self.state, &event) {
-            self.history.push(job, entry);
+            self.history.push(job, sequence, entry);
         }
         self.state.event(sequence, event);
     }
@@ -166,7 +182,7 @@ fn of_task(
 /// it is.
 pub fn entry(state: &State, event: &Event) -> Option<(JobId, Entry)> {
     match event {
-        Event::JobSubmitted { job, at, .. } => Some(of_job(*job, "job_submitted", *at, "")),
+        Event::JobSubmitted { job, at, .. } => Some(of_job(*job, FIRST, *at, "")),
         Event::JobPaused { job, reason, at } => Some(of_job(*job, "job_paused", *at, reason)),
         Event::JobResumed { job, at } => Some(of_job(*job, "job_resumed", *at, "")),
         Event::JobRetried { job, at, .. } => Some(of_job(*job, "job_retried", *at, "")),
@@ -178,7 +194,6 @@ pub fn entry(state: &State, event: &Event) -> Option<(JobId, Entry)> {
         Event::JobSucceeded { job, at } => Some(of_job(*job, "job_succeeded", *at, "")),
         Event::JobFailed { job, message, at } => Some(of_job(*job, "job_failed", *at, message)),
         Event::JobCancelled { job, reason, at } => Some(of_job(*job, "job_cancelled", *at, reason)),
-        Event::JobArchived { job, at } => Some(of_job(*job, "job_archived", *at, "")),
         _ => attempt_entry(state, event),
     }
 }
@@ -245,5 +260,47 @@ fn attempt_entry(state: &State, event: &Event) -> Option<(JobId, Entry)> {
             of_task(state, *task, None, "gang_ended", *at, &message)
         }
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+    use super::*;
+
+    fn told(history: &mut History, job: u64, frame: u64, kind: &'static str) {
+        let (job, entry) = of_job(JobId(job), kind, 0, "");
+        history.push(job, frame, entry);
+    }
+
+    #[test]
+    fn entries_are_numbered_by_their_frames_and_what_came_before_a_snapshot_is_said_to_be_missing() {
+        let mut history = History::default();
+        told(&mut history, 1, 7, "job_submitted");
+        told(&mut history, 1, 9, "stages_planned");
+        told(&mut history, 1, 9, "attempt_started");
+        let (entries, lagged) = history.since(JobId(1), 0);
+        let numbers: Vec<u64> = entries.iter().map(|entry| entry.number).collect();
+        assert_eq!(numbers, [7 << 20, 9 << 20, (9 << 20) + 1]);
+        assert!(!lagged);
+        assert_eq!(history.since(JobId(1), 9 << 20).0.len(), 1);
+
+        told(&mut history, 2, 11, "attempt_started");
+        assert!(history.since(JobId(2), 0).1, "its beginning lies in a snapshot");
+        assert!(!history.since(JobId(2), 11 << 20).1);
+    }
+
+    #[test]
+    fn the_job_where_nothing_happens_is_forgotten_first_and_not_the_oldest() {
+        let mut history = History::default();
+        let jobs = u64::try_from(JOBS).unwrap();
+        for job in 1..=jobs {
+            told(&mut history, job, job, "job_submitted");
+        }
+        told(&mut history, 1, jobs + 1, "attempt_started");
+        told(&mut history, jobs + 1, jobs + 2, "job_submitted");
+        assert_eq!(history.since(JobId(1), 0).0.len(), 2);
+        assert!(history.since(JobId(2), 0).0.is_empty());
     }
 }

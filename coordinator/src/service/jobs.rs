@@ -318,12 +318,12 @@ fn snapshots(
             return None;
         }
         loop {
-            if !follower.first && follower.following.changed().await.is_err() {
+            if !follower.first && follower.following.snapshots.changed().await.is_err() {
                 follower.ended = true;
                 let stopping = Status::unavailable("the coordinator is stopping");
                 return Some((Err(stopping), follower));
             }
-            let job = follower.following.borrow_and_update().clone();
+            let job = follower.following.snapshots.borrow_and_update().clone();
             follower.ended = is_terminal(job.state());
             let first = std::mem::take(&mut follower.first);
             if first && job.revision <= follower.seen && !follower.ended {
@@ -338,7 +338,9 @@ fn snapshots(
             }
             let lagged = !first && job.revision > follower.seen.saturating_add(1);
             follower.seen = job.revision;
-            let job = Some(job.as_ref().clone());
+            let mut job = job.as_ref().clone();
+            job.spec_json = std::mem::take(&mut follower.following.spec_json);
+            let job = Some(job);
             return Some((Ok(v1::WatchResponse { job, lagged }), follower));
         }
     })

@@ -4,6 +4,8 @@ use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use espalier_proto::task::{ATTEMPT_SUFFIX, Exported};
 
@@ -41,7 +43,7 @@ pub fn check_free(output: &Path) -> Result<(), String> {
     let ancestors = output.ancestors().skip(1);
     let there = ancestors.into_iter().find(|ancestor| ancestor.exists());
     let there = there.unwrap_or_else(|| Path::new("/"));
-    let probe = there.join(format!(".espalier-probe-{}", std::process::id()));
+    let probe = there.join(probe_name());
     fs::create_dir(&probe)
         .and_then(|()| fs::remove_dir(&probe))
         .map_err(|error| {
@@ -52,22 +54,41 @@ pub fn check_free(output: &Path) -> Result<(), String> {
         })
 }
 
+/// A name that neither another check nor another coordinator, which may have the same process id in its container,
+/// takes at the same time, and that one left behind does not have.
+fn probe_name() -> String {
+    static PROBES: AtomicU64 = AtomicU64::new(0);
+    let number = PROBES.fetch_add(1, Ordering::Relaxed);
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    format!(
+        ".espalier-probe-{}-{number}-{}",
+        std::process::id(),
+        since.as_nanos()
+    )
+}
+
 /// Writes the reports and moves the whole into place. May be called again after an interruption.
 ///
 /// # Errors
 /// One line for the user.
 pub fn finish(write_report: &dyn Fn(&Path) -> Result<(), String>, output: &Path) -> Result<(), String> {
     let partial = partial(output);
+    let moved = move_into_place(write_report, &partial, output);
+    // A coordinator that came before this one may have done it, at any moment since this one began.
+    let moved_before = !partial.is_dir() && output.join("report.json").is_file();
+    if moved_before { Ok(()) } else { moved }
+}
+
+fn move_into_place(
+    write_report: &dyn Fn(&Path) -> Result<(), String>,
+    partial: &Path,
+    output: &Path,
+) -> Result<(), String> {
     if !partial.is_dir() {
-        let moved_before = output.join("report.json").is_file();
-        return if moved_before {
-            Ok(())
-        } else {
-            Err(format!(
-                "`{}` has disappeared while the job ran",
-                partial.display()
-            ))
-        };
+        return Err(format!(
+            "`{}` has disappeared while the job ran",
+            partial.display()
+        ));
     }
     if fs::symlink_metadata(output).is_ok() {
         // A rename would replace an empty directory silently, and fail on anything else.
@@ -76,8 +97,8 @@ pub fn finish(write_report: &dyn Fn(&Path) -> Result<(), String>, output: &Path)
             output.display()
         ));
     }
-    write_report(&partial)?;
-    let moved = sync_tree(&partial).and_then(|()| fs::rename(&partial, output));
+    write_report(partial)?;
+    let moved = sync_tree(partial).and_then(|()| fs::rename(partial, output));
     moved.map_err(|error| {
         format!(
             "cannot move `{}` to `{}`: {error}",
@@ -206,5 +227,35 @@ mod tests {
         finish(&|_| Ok(()), &output).unwrap();
         finish(&|_| Ok(()), &output).unwrap();
         assert!(output.join("report.json").is_file());
+    }
+
+    #[test]
+    fn an_outcome_that_another_coordinator_moved_into_place_meanwhile_is_there() {
+        let directory = tempfile::tempdir().unwrap();
+        let output = directory.path().join("out");
+        fs::create_dir(partial(&output)).unwrap();
+        let other = |partial: &Path| {
+            fs::write(partial.join("report.json"), "{}").unwrap();
+            fs::rename(partial, &output).unwrap();
+            Err("the report cannot be written: there is no such directory".to_owned())
+        };
+        finish(&other, &output).unwrap();
+        assert!(output.join("report.json").is_file());
+    }
+
+    #[test]
+    fn outputs_beside_each_other_are_checked_at_once_and_a_probe_left_behind_is_in_nobodys_way() {
+        let directory = tempfile::tempdir().unwrap();
+        let left = format!(".espalier-probe-{}", std::process::id());
+        fs::create_dir(directory.path().join(left)).unwrap();
+        let check = |number: usize| check_free(&directory.path().join(format!("out-{number}")));
+        std::thread::scope(|scope| {
+            let checks: Vec<_> = (0..4)
+                .map(|thread| scope.spawn(move || (0..64).try_for_each(|round| check(thread * 64 + round))))
+                .collect();
+            for checked in checks {
+                assert_eq!(checked.join().unwrap(), Ok(()));
+            }
+        });
     }
 }

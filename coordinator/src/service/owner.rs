@@ -38,10 +38,10 @@ use super::watch::Watchers;
 use super::{CoordinatorOptions, Planner, view};
 use crate::journal::{self, Journal};
 use crate::logs::Logs;
-use crate::metrics::Metrics;
+use crate::metrics::{Expiry, Metrics};
 use crate::scheduler::{
     AttemptId, Command, Effect, Epoch, Event, Failures, JobId, Now, Rejection, State, Task, TaskId,
-    TaskPhase, Term, WorkerId, apply, decide, effects, resume, retry_pause,
+    TaskPhase, Term, WorkerId, apply, decide, effects, hand_back_pause, resume, retry_pause,
 };
 use crate::term::{Fence, OwnDirectory, Standing};
 use crate::{Error, Result};
@@ -54,6 +54,11 @@ pub const TICK: Duration = Duration::from_millis(100);
 const FULL_PAUSE: Duration = Duration::from_secs(2);
 /// How long a gang may take until every rank is ready: each loads its model first.
 const GANG_DEADLINE: Duration = Duration::from_secs(15 * 60);
+
+/// How long a worker that is gone is remembered.
+const GONE_FOR: Duration = Duration::from_secs(24 * 60 * 60);
+/// Workers that are gone and remembered, at the most.
+const GONE_KEPT: usize = 1024;
 
 /// What is said once the turn is durable, or is not.
 type Answer = Box<dyn FnOnce(&mut Owner, Result<(), Status>) + Send>;
@@ -88,6 +93,8 @@ pub struct Owner {
     links: BTreeMap<WorkerId, Link>,
     next_link: u64,
     heard: BTreeMap<WorkerId, Duration>,
+    /// Workers that said something in this turn that has to be kept.
+    reporters: BTreeSet<WorkerId>,
     progress: BTreeMap<AttemptId, Progress>,
     /// Tasks that failed and are not done since.
     troubled: BTreeSet<(JobId, TaskId)>,
@@ -97,7 +104,7 @@ pub struct Owner {
     forming: BTreeMap<(TaskId, u64), Duration>,
     history: History,
     /// Entries of the history that are not durable yet.
-    noted: Vec<(JobId, history::Entry)>,
+    noted: Vec<(JobId, u64, history::Entry)>,
     metrics: Metrics,
     logs: Logs,
     log_lines: sight::LogLines,
@@ -176,6 +183,7 @@ impl Owner {
             links: BTreeMap::new(),
             next_link: 0,
             heard: known.into_iter().map(|worker| (worker, started)).collect(),
+            reporters: BTreeSet::new(),
             progress: BTreeMap::new(),
             troubled: BTreeSet::new(),
             resting: BTreeMap::new(),
@@ -263,8 +271,7 @@ impl Owner {
             ticked |= matches!(request, Request::Tick);
             self.handle(request);
         }
-        let elapsed = self.surroundings.clock.elapsed();
-        let rests = self.full_until.is_some_and(|until| elapsed < until);
+        let rests = self.rests_while_full();
         if !rests {
             self.dispatch();
         }
@@ -272,6 +279,7 @@ impl Owner {
         match self.journal.commit() {
             Ok(()) => {
                 self.before = None;
+                self.reporters.clear();
                 self.committed(last, began);
                 self.snapshot();
                 if !self.holds() {
@@ -282,8 +290,8 @@ impl Owner {
                 if !rests && self.full_until.take().is_some() {
                     self.effects.extend(resume(&self.state));
                 }
-                for (job, entry) in std::mem::take(&mut self.noted) {
-                    self.history.push(job, entry);
+                for (job, frame, entry) in std::mem::take(&mut self.noted) {
+                    self.history.push(job, frame, entry);
                 }
                 for answer in std::mem::take(&mut self.answers) {
                     answer(self, Ok(()));
@@ -334,6 +342,21 @@ impl Owner {
         self.surroundings.beside.spawn(work);
     }
 
+    /// Whether the disk was full and still is, as far as is known: it is tried now and then with bytes that nobody
+    /// needs, as a turn that does not fit costs those whose reports it took.
+    fn rests_while_full(&mut self) -> bool {
+        let elapsed = self.surroundings.clock.elapsed();
+        match self.full_until {
+            None => false,
+            Some(until) if elapsed < until => true,
+            Some(_) if self.journal.check_room().is_ok() => false,
+            Some(_) => {
+                self.full_until = Some(elapsed.saturating_add(FULL_PAUSE));
+                true
+            }
+        }
+    }
+
     /// Nothing of the turn has happened: the state goes back to what the journal says.
     fn step_back(&mut self, error: &journal::Error) -> Result<()> {
         tracing::error!(%error, "nothing new is taken until there is room");
@@ -348,8 +371,10 @@ impl Owner {
         self.find_trouble();
         self.effects.clear();
         self.noted.clear();
-        // Workers send what was not acknowledged again when they come back.
-        self.links.clear();
+        // Workers send what was not acknowledged again when they come back; the others need not.
+        for reporter in std::mem::take(&mut self.reporters) {
+            self.links.remove(&reporter);
+        }
         self.full_until = Some(self.surroundings.clock.elapsed().saturating_add(FULL_PAUSE));
         let status = Status::resource_exhausted(error.to_string());
         for answer in std::mem::take(&mut self.answers) {
@@ -367,12 +392,14 @@ impl Owner {
         self.journal
             .append(&events)
             .map_err(|error| Rejection::Invalid(error.to_string()))?;
+        let (frame, expiry) = (self.journal.appended(), Expiry::of(&events));
         for event in &events {
             if let Event::JobArchived { job, .. } = event {
                 self.publish_last(*job);
             }
-            self.noted.extend(history::entry(&self.state, event));
-            self.observe(event);
+            let entry = history::entry(&self.state, event);
+            self.noted.extend(entry.map(|(job, entry)| (job, frame, entry)));
+            self.observe(event, expiry);
             apply(&mut self.state, event);
             if let Some(witness) = &self.surroundings.witness {
                 witness.applied(&self.state, event, frame);
@@ -395,6 +422,14 @@ impl Owner {
                 self.troubled.insert((known.job, *task));
                 let pause = retry_pause(&known.failures());
                 if !matches!(event, Event::AttemptLost { .. }) && !pause.is_zero() {
+                    let until = self.surroundings.clock.elapsed().saturating_add(pause);
+                    self.resting.insert(*task, until);
+                }
+            }
+            Event::AttemptHandedBack { task, .. } => {
+                let failures = self.state.task(*task).map(Task::failures);
+                let pause = failures.map_or(Duration::ZERO, |failures| hand_back_pause(&failures));
+                if !pause.is_zero() {
                     let until = self.surroundings.clock.elapsed().saturating_add(pause);
                     self.resting.insert(*task, until);
                 }
@@ -464,7 +499,7 @@ impl Owner {
             }
         }
         let is_lost = |worker: &&crate::scheduler::Worker| {
-            worker.standing != crate::scheduler::Standing::Lost
+            !worker.standing.is_gone()
                 && self
                     .heard
                     .get(&worker.id)
@@ -482,8 +517,30 @@ impl Owner {
                 tracing::error!(%error, "the worker cannot be given up");
             }
         }
+        self.forget_the_gone();
         let (state, progress) = (&self.state, &mut self.progress);
         progress.retain(|attempt, _| state.attempt(*attempt).is_some());
+    }
+
+    /// Forgets workers that have been gone for long, or are too many: names need not come back.
+    fn forget_the_gone(&mut self) {
+        let elapsed = self.surroundings.clock.elapsed();
+        let gone = self.state.workers().filter(|worker| worker.standing.is_gone());
+        let silent = |worker: WorkerId| {
+            let heard = self.heard.get(&worker).copied().unwrap_or_default();
+            elapsed.saturating_sub(heard)
+        };
+        let mut gone: Vec<(Duration, WorkerId)> = gone.map(|worker| (silent(worker.id), worker.id)).collect();
+        gone.sort_unstable();
+        let recent = gone.iter().take(GONE_KEPT);
+        let kept = recent.filter(|(silent, _)| *silent < GONE_FOR).count();
+        let old: Vec<WorkerId> = gone.into_iter().skip(kept).map(|(_, worker)| worker).collect();
+        for worker in old {
+            self.note(Command::Forget { worker });
+            if self.state.worker(worker).is_none() {
+                self.heard.remove(&worker);
+            }
+        }
     }
 
     /// Ends gangs that have not become ready for too long.
@@ -507,7 +564,7 @@ impl Owner {
         let (absent, resting) = (self.absent(), self.resting());
         let mut watchers = std::mem::take(&mut self.watchers);
         let (state, beside) = (&self.state, self.beside_state(&absent, &resting));
-        watchers.publish(|job, revision| Some(view::job(state, state.job(job)?, revision, beside)));
+        watchers.publish(|job, revision| Some(view::snapshot(state, state.job(job)?, revision, beside)));
         self.watchers = watchers;
     }
 
@@ -517,7 +574,7 @@ impl Owner {
         let mut watchers = std::mem::take(&mut self.watchers);
         let (state, beside) = (&self.state, self.beside_state(&absent, &resting));
         watchers.publish_now(job, |job, revision| {
-            Some(view::job(state, state.job(job)?, revision, beside))
+            Some(view::snapshot(state, state.job(job)?, revision, beside))
         });
         self.watchers = watchers;
     }

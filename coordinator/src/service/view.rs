@@ -35,11 +35,11 @@ pub struct Beside<'a> {
 
 /// A job without its stages, spec and outcome.
 pub fn summary(state: &State, job: &Job, revision: u64, beside: Beside<'_>) -> v1::Job {
-    let (shown, message, finished) = phase(state, job, beside);
+    let (message, finished) = reason(state, job, beside);
     v1::Job {
         id: job.id.to_string(),
         request_id: job.request_id.clone().unwrap_or_default(),
-        state: shown.into(),
+        state: job_state(job).into(),
         message,
         revision,
         submitted_unix_ms: job.submitted_at,
@@ -54,17 +54,38 @@ pub fn summary(state: &State, job: &Job, revision: u64, beside: Beside<'_>) -> v
     }
 }
 
-/// A job whose tasks have left the state.
-pub fn archived(job: &Summary, revision: u64) -> v1::Job {
-    let shown = match job.ended {
+/// Where a job stands, whose tasks have left the state.
+pub fn archived_state(job: &Summary) -> v1::JobState {
+    match job.ended {
         Ended::Succeeded => v1::JobState::Succeeded,
         Ended::Failed => v1::JobState::Failed,
         Ended::Cancelled => v1::JobState::Cancelled,
-    };
+    }
+}
+
+/// Where a job stands.
+pub fn job_state(job: &Job) -> v1::JobState {
+    use v1::JobState as Shown;
+    match &job.phase {
+        JobPhase::Active if job.paused.is_some() => Shown::Paused,
+        JobPhase::Active if job.started_at.is_none() => Shown::Queued,
+        JobPhase::Active | JobPhase::Finishing { .. } => Shown::Running,
+        JobPhase::Succeeded { .. } => Shown::Succeeded,
+        // Until it has stopped.
+        JobPhase::Failed { removed: false, .. } | JobPhase::Cancelled { removed: false, .. } => {
+            Shown::Running
+        }
+        JobPhase::Failed { .. } => Shown::Failed,
+        JobPhase::Cancelled { .. } => Shown::Cancelled,
+    }
+}
+
+/// A job whose tasks have left the state.
+pub fn archived(job: &Summary, revision: u64) -> v1::Job {
     v1::Job {
         id: job.id.to_string(),
         request_id: job.request_id.clone().unwrap_or_default(),
-        state: shown.into(),
+        state: archived_state(job).into(),
         message: job.message.clone(),
         revision,
         submitted_unix_ms: job.submitted_at,
@@ -79,10 +100,19 @@ pub fn archived(job: &Summary, revision: u64) -> v1::Job {
 
 /// A whole job.
 pub fn job(state: &State, job: &Job, revision: u64, beside: Beside<'_>) -> v1::Job {
-    let ended = job.phase.is_terminal();
-    let now = phase(state, job, beside).2.unwrap_or(beside.now);
-    let mut whole = summary(state, job, revision, beside);
+    let mut whole = snapshot(state, job, revision, beside);
     job.spec.as_str().clone_into(&mut whole.spec_json);
+    whole
+}
+
+/// A job without its spec, for those who follow it.
+pub fn snapshot(state: &State, job: &Job, revision: u64, beside: Beside<'_>) -> v1::Job {
+    let ended = job.phase.is_terminal();
+    let mut whole = summary(state, job, revision, beside);
+    let now = match whole.finished_unix_ms {
+        0 => beside.now,
+        finished => finished,
+    };
     let mut active = active(state, job, beside);
     let stages = job.stages.iter().enumerate().map(|(index, shown)| {
         let active = active.remove(&index).unwrap_or_default();
@@ -110,31 +140,27 @@ fn active(state: &State, job: &Job, beside: Beside<'_>) -> BTreeMap<usize, BTree
     active
 }
 
-fn phase(state: &State, job: &Job, beside: Beside<'_>) -> (v1::JobState, String, Option<i64>) {
-    use v1::JobState as Shown;
-    let waits = || {
-        state
-            .why_waiting_beside(job.id, beside.absent, beside.resting)
-            .unwrap_or_default()
-    };
+/// Why it stands where it does, and when it ended.
+fn reason(state: &State, job: &Job, beside: Beside<'_>) -> (String, Option<i64>) {
     match &job.phase {
-        JobPhase::Active if job.paused.is_some() => (Shown::Paused, waits(), None),
-        JobPhase::Active if job.started_at.is_none() => (Shown::Queued, waits(), None),
-        JobPhase::Active => (Shown::Running, waits(), None),
-        JobPhase::Finishing { .. } => (Shown::Running, "writing the outcome".to_owned(), None),
-        JobPhase::Succeeded { at, .. } => (Shown::Succeeded, String::new(), Some(*at)),
+        JobPhase::Active => {
+            let waits = state.why_waiting_beside(job.id, beside.absent, beside.resting);
+            (waits.unwrap_or_default(), None)
+        }
+        JobPhase::Finishing { .. } => ("writing the outcome".to_owned(), None),
+        JobPhase::Succeeded { at, .. } => (String::new(), Some(*at)),
         JobPhase::Failed {
             message,
             removed: false,
             ..
-        } => (Shown::Running, format!("stopping: {message}"), None),
-        JobPhase::Failed { message, at, .. } => (Shown::Failed, message.clone(), Some(*at)),
+        } => (format!("stopping: {message}"), None),
+        JobPhase::Failed { message, at, .. } => (message.clone(), Some(*at)),
         JobPhase::Cancelled {
             reason,
             removed: false,
             ..
-        } => (Shown::Running, format!("stopping: cancelled: {reason}"), None),
-        JobPhase::Cancelled { reason, at, .. } => (Shown::Cancelled, reason.clone(), Some(*at)),
+        } => (format!("stopping: cancelled: {reason}"), None),
+        JobPhase::Cancelled { reason, at, .. } => (reason.clone(), Some(*at)),
     }
 }
 

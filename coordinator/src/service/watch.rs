@@ -15,7 +15,13 @@ pub const FOLLOWERS: usize = 256;
 pub const FOLLOWERS_OF_ONE: usize = 64;
 
 /// A client's end.
-pub type Following = watch::Receiver<Arc<v1::Job>>;
+#[derive(Debug)]
+pub struct Following {
+    /// Snapshots without the spec: it never changes, and may be as large as all else of many snapshots.
+    pub snapshots: watch::Receiver<Arc<v1::Job>>,
+    /// The spec, for the first of them.
+    pub spec_json: String,
+}
 
 /// Jobs that changed, their revisions, and who wants to know.
 #[derive(Debug, Default)]
@@ -72,13 +78,17 @@ impl Watchers {
     }
 
     /// Follows a job from this snapshot on.
-    pub fn follow(&mut self, job: JobId, snapshot: v1::Job) -> Following {
+    pub fn follow(&mut self, job: JobId, mut snapshot: v1::Job) -> Following {
+        let spec_json = std::mem::take(&mut snapshot.spec_json);
         let sender = self
             .senders
             .entry(job)
             .or_insert_with(|| watch::Sender::new(Arc::default()));
         sender.send_replace(Arc::new(snapshot));
-        sender.subscribe()
+        Following {
+            snapshots: sender.subscribe(),
+            spec_json,
+        }
     }
 
     /// Publishes what changed since the last time.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use espalier_proto::task::{Failure, FailureKind, Progress, TaskOutput};
 use espalier_proto::v1::{self, worker_message::Message, workers_server::Workers};
-use espalier_proto::{OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION};
+use espalier_proto::{OLDEST_PROTOCOL_VERSION, PAYLOAD_LIMIT_BYTES, PROTOCOL_VERSION};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
@@ -26,6 +26,14 @@ const DEVICES: usize = 64;
 const ADDRESS_BYTES: usize = 256;
 const LOG_LINES: usize = 100;
 const LOG_LINE_BYTES: usize = 4 << 10;
+/// What is kept of a failure's message.
+const MESSAGE_BYTES: usize = 4 << 10;
+/// What is kept of a note on progress.
+const NOTE_BYTES: usize = 512;
+const NAME_BYTES: usize = 64;
+const HOST_BYTES: usize = 255;
+/// Attempts that a worker may say it holds: more than it has devices, as it keeps results until they are taken.
+const LEASES: usize = 4096;
 
 /// The service.
 #[derive(Debug)]
@@ -83,7 +91,7 @@ impl Workers for Service {
                 term: Term(term),
                 worker: WorkerId(worker_id),
                 epoch: Epoch(epoch),
-                attempts: attempts.iter().map(lease).collect(),
+                attempts: attempts.iter().take(LEASES).map(lease).collect(),
                 reply,
             })
             .await?;
@@ -136,7 +144,7 @@ pub fn greeting(
     stop: CancellationToken,
 ) -> Result<Greeting, Status> {
     let version = spoken(&hello)?;
-    let attempts = hello.attempts.iter().map(lease).collect();
+    let attempts = hello.attempts.iter().take(LEASES).map(lease).collect();
     let (build, highest_term) = (line(hello.version.clone(), ""), Term(hello.highest_term));
     Ok(Greeting {
         introduction: introduction(hello)?,
@@ -155,7 +163,9 @@ pub fn translate(from: WorkerHandle, message: Message) -> Option<owner::Request>
         Message::Hello(_) => return None,
         Message::Leaving(_) => return Some(owner::Request::Leave { from }),
         Message::Progress(v1::Progress { lease, progress_json }) => {
-            let progress = serde_json::from_slice::<Progress>(&progress_json).ok()?;
+            let mut progress = serde_json::from_slice::<Progress>(&progress_json).ok()?;
+            cut(&mut progress.unit, NAME_BYTES);
+            cut(&mut progress.note, NOTE_BYTES);
             (lease, Report::Progress(progress))
         }
         Message::Log(v1::Log {
@@ -183,6 +193,15 @@ pub fn translate(from: WorkerHandle, message: Message) -> Option<owner::Request>
 
 /// An output that cannot be read counts as a failure: dropping it would hang the task.
 fn completed(output: &Bytes) -> Report {
+    if output.len() > PAYLOAD_LIMIT_BYTES {
+        return Report::Failed(Failure {
+            kind: FailureKind::Invalid,
+            message: format!(
+                "the task's output takes {} bytes: {PAYLOAD_LIMIT_BYTES} are taken at the most",
+                output.len()
+            ),
+        });
+    }
     let parsed = serde_json::from_slice::<TaskOutput>(output);
     match (parsed, std::str::from_utf8(output)) {
         (Ok(_), Ok(text)) => Report::Completed(Payload::from(text)),
@@ -193,7 +212,9 @@ fn completed(output: &Bytes) -> Report {
 
 fn failed(failure: &Bytes) -> Report {
     let parsed = serde_json::from_slice::<Failure>(failure);
-    Report::Failed(parsed.unwrap_or_else(|error| unreadable(&error.to_string())))
+    let mut failure = parsed.unwrap_or_else(|error| unreadable(&error.to_string()));
+    cut(&mut failure.message, MESSAGE_BYTES);
+    Report::Failed(failure)
 }
 
 fn unreadable(why: &str) -> Failure {
@@ -205,14 +226,16 @@ fn unreadable(why: &str) -> Failure {
 }
 
 fn bounded(lines: Vec<String>) -> Vec<String> {
-    let cut = |mut line: String| {
-        let end = (0..=LOG_LINE_BYTES.min(line.len()))
-            .rev()
-            .find(|end| line.is_char_boundary(*end));
-        line.truncate(end.unwrap_or(0));
-        line
-    };
-    lines.into_iter().take(LOG_LINES).map(cut).collect()
+    let mut lines: Vec<String> = lines.into_iter().take(LOG_LINES).collect();
+    lines.iter_mut().for_each(|line| cut(line, LOG_LINE_BYTES));
+    lines
+}
+
+/// Cuts a text to so many bytes, at a character's end.
+fn cut(text: &mut String, bytes: usize) {
+    let mut ends = (0..=bytes.min(text.len())).rev();
+    let end = ends.find(|end| text.is_char_boundary(*end));
+    text.truncate(end.unwrap_or(0));
 }
 
 fn lease(lease: &v1::Lease) -> Lease {
@@ -252,6 +275,18 @@ fn introduction(hello: v1::Hello) -> Result<Introduction, Status> {
     if hello.devices.len() > DEVICES {
         return Err(Status::invalid_argument(format!("devices: more than {DEVICES}")));
     }
+    for device in &hello.devices {
+        if device.id.len() > NAME_BYTES || device.kind.len() > NAME_BYTES {
+            return Err(Status::invalid_argument(format!(
+                "devices: ids and kinds have at most {NAME_BYTES} bytes"
+            )));
+        }
+    }
+    if hello.host.len() > HOST_BYTES {
+        return Err(Status::invalid_argument(format!(
+            "host: has more than {HOST_BYTES} bytes"
+        )));
+    }
     let host = if hello.host.is_empty() {
         name.clone()
     } else {
@@ -260,7 +295,7 @@ fn introduction(hello: v1::Hello) -> Result<Introduction, Status> {
     let devices = hello.devices.into_iter().map(|device| DeviceInfo {
         id: device.id.into(),
         kind: device.kind.into(),
-        name: device.name.into(),
+        name: line(device.name, "").into(),
         memory_bytes: device.memory_bytes,
         threads: device.threads,
     });
@@ -270,4 +305,77 @@ fn introduction(hello: v1::Hello) -> Result<Introduction, Status> {
         host,
         devices: devices.collect(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+    use super::*;
+
+    fn reported(message: Message) -> Report {
+        let from = WorkerHandle {
+            worker: WorkerId(1),
+            epoch: Epoch(1),
+            link: 1,
+        };
+        match translate(from, message) {
+            Some(owner::Request::Report { report, .. }) => report,
+            other => panic!("{other:?} is no report"),
+        }
+    }
+
+    #[test]
+    fn an_output_that_is_too_large_fails_its_task_and_says_how_large_it_may_be() {
+        let output_json = vec![b' '; PAYLOAD_LIMIT_BYTES + 1].into();
+        let lease = Some(v1::Lease::default());
+        match reported(Message::Completed(v1::Completed { lease, output_json })) {
+            Report::Failed(failure) => {
+                assert_eq!(failure.kind, FailureKind::Invalid, "it would be as large again");
+                assert!(
+                    failure.message.contains("6291457 bytes: 6291456"),
+                    "{}",
+                    failure.message
+                );
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn what_a_worker_says_is_kept_at_a_bounded_length() {
+        let lease = Some(v1::Lease::default());
+        let failure = Failure {
+            kind: FailureKind::Error,
+            message: "é".repeat(1 << 20),
+        };
+        let failure_json = serde_json::to_vec(&failure).unwrap().into();
+        match reported(Message::Failed(v1::Failed { lease, failure_json })) {
+            Report::Failed(kept) => assert_eq!(kept.message, "é".repeat(MESSAGE_BYTES / 2)),
+            other => panic!("{other:?}"),
+        }
+        let progress = Progress {
+            done: 1,
+            total: 2,
+            unit: "x".repeat(1 << 20),
+            note: "y".repeat(1 << 20),
+        };
+        let progress_json = serde_json::to_vec(&progress).unwrap().into();
+        match reported(Message::Progress(v1::Progress { lease, progress_json })) {
+            Report::Progress(kept) => {
+                assert_eq!((kept.unit.len(), kept.note.len()), (NAME_BYTES, NOTE_BYTES));
+            }
+            other => panic!("{other:?}"),
+        }
+        let device = v1::Device {
+            id: "x".repeat(1 << 20),
+            ..v1::Device::default()
+        };
+        let hello = v1::Hello {
+            worker: "a".to_owned(),
+            devices: vec![device],
+            ..v1::Hello::default()
+        };
+        assert!(introduction(hello).is_err_and(|refused| refused.message().contains("at most 64 bytes")));
+    }
 }

@@ -505,6 +505,10 @@ fn tell_of_task(event: &Event) -> Option<Told> {
             attempt, task, at, ..
         } => ("attempt_lost", task, *attempt, None, *at),
         Event::AttemptHandedBack { attempt, task, at } => ("attempt_handed_back", task, *attempt, None, *at),
+        Event::RankCompleted {
+            attempt, task, at, ..
+        } => ("rank_completed", task, *attempt, None, *at),
+        Event::GangLate { task, at, .. } => ("gang_late", task, AttemptId(0), None, *at),
         Event::AttemptStopped { attempt, task } => ("attempt_stopped", task, *attempt, None, 0),
         Event::GangFormed { task, at, .. } => ("gang_formed", task, AttemptId(0), None, *at),
         Event::GangReleased { task, .. } => ("gang_released", task, AttemptId(0), None, 0),

@@ -231,6 +231,8 @@ pub fn retried(state: &mut State, id: JobId, request_id: Option<&String>, at: i6
         return;
     };
     job.phase = JobPhase::Active;
+    // What a planner found out before the failure is about stages that may be gone.
+    job.planned = job.results;
     job.results = job.results.saturating_add(1);
     if job.retries.len() >= RETRIES_KEPT {
         job.retries.remove(0);

@@ -16,6 +16,8 @@ pub fn apply(state: &mut State, event: &Event) {
             }
         }),
         Event::WorkerLost { worker } => change(state, *worker, |worker| worker.standing = Standing::Lost),
+        Event::WorkerLeft { worker } => change(state, *worker, |worker| worker.standing = Standing::Left),
+        Event::WorkerForgotten { worker } => forgotten(state, *worker),
         Event::WorkerCordoned {
             worker,
             reason,
@@ -68,6 +70,16 @@ fn joined(state: &mut State, event: &Event) {
     state.index.worker_names.insert(name.clone(), *id);
     state.index.offer(&joined);
     state.workers.insert(*id, joined);
+}
+
+fn forgotten(state: &mut State, id: WorkerId) {
+    let Some(worker) = state.workers.remove(&id) else {
+        return;
+    };
+    state.index.withdraw(&worker);
+    if state.index.worker_names.get(&worker.name) == Some(&id) {
+        state.index.worker_names.remove(&worker.name);
+    }
 }
 
 fn idle(info: &DeviceInfo) -> Device {

@@ -7,8 +7,8 @@ use espalier_proto::task::{Failure, FailureKind};
 use super::Decision;
 use crate::scheduler::retry::is_evidence;
 use crate::scheduler::{
-    Attempt, AttemptId, Budget, Event, Gang, JobId, Lease, Now, Payload, RankPhase, Rejection, Standing,
-    State, Task, TaskId, Worker, WorkerId,
+    Attempt, AttemptId, Budget, Event, Gang, JobId, Lease, Now, Payload, RankPhase, Rejection, State, Task,
+    TaskId, Worker, WorkerId,
 };
 
 /// Distinct tasks in a row whose failure cordons a worker.
@@ -163,7 +163,7 @@ pub fn lose(state: &State, worker: WorkerId, now: Now) -> Vec<Event> {
     }
     let given_up = state
         .worker(worker)
-        .is_some_and(|known| known.standing != Standing::Lost);
+        .is_some_and(|known| !known.standing.is_gone());
     if given_up {
         endings.events.push(Event::WorkerLost { worker });
     }

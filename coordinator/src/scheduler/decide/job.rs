@@ -2,6 +2,8 @@
 
 use std::collections::HashSet;
 
+use espalier_proto::PAYLOAD_LIMIT_BYTES;
+
 use super::Decision;
 use crate::scheduler::{
     Command, Ended, Event, Job, JobId, JobPhase, Now, Payload, Rejection, StagePlan, StageRecord, State,
@@ -204,6 +206,9 @@ fn planned(state: &State, job: JobId, revision: u64, stages: &[StagePlan], now: 
             let message = format!("stage {} was planned without tasks", stage.name);
             return Ok(broken(job, message, now));
         }
+        if let Some(message) = too_large(stage) {
+            return Ok(broken(job, message, now));
+        }
         records.push(record(stage, &mut last));
     }
     let all_done = known.stages.iter().all(|stage| stage.done == stage.tasks.len());
@@ -216,6 +221,21 @@ fn planned(state: &State, job: JobId, revision: u64, stages: &[StagePlan], now: 
         revision,
         stages: records,
     }])
+}
+
+/// A task that could not be sent to a worker.
+fn too_large(stage: &StagePlan) -> Option<String> {
+    let bytes = |task: &&TaskPlan| task.payload.as_str().len();
+    let task = stage
+        .tasks
+        .iter()
+        .find(|task| bytes(task) > PAYLOAD_LIMIT_BYTES)?;
+    Some(format!(
+        "{}, {}: its spec takes {} bytes: {PAYLOAD_LIMIT_BYTES} are taken at the most",
+        stage.name,
+        task.name,
+        bytes(&task)
+    ))
 }
 
 fn broken(job: JobId, message: String, now: Now) -> Vec<Event> {

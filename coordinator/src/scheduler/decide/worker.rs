@@ -14,12 +14,16 @@ pub fn decide(state: &State, command: Command, now: Now) -> Decision {
         Command::Introduce(introduction) => introduce(state, introduction, now),
         Command::Leave { worker, epoch } => Ok(match current(state, worker, epoch)? {
             Standing::Present => vec![Event::WorkerLeaving { worker, drain: None }],
-            Standing::Leaving | Standing::Lost => Vec::new(),
+            Standing::Leaving | Standing::Lost | Standing::Left => Vec::new(),
         }),
         Command::WorkerSilent { worker, epoch } => Ok(match current(state, worker, epoch)? {
+            Standing::Leaving if state.attempts_on(worker).next().is_none() => {
+                vec![Event::WorkerLeft { worker }]
+            }
             Standing::Present | Standing::Leaving => lose(state, worker, now),
-            Standing::Lost => Vec::new(),
+            Standing::Lost | Standing::Left => Vec::new(),
         }),
+        Command::Forget { worker } => Ok(forget(state, worker)),
         Command::Cordon { worker, reason } => {
             let by_rule = false;
             Ok(match &known(state, worker)?.cordon {
@@ -64,6 +68,22 @@ fn not_lost(state: &State, worker: WorkerId) -> Result<&Worker, Rejection> {
             name: known.name.clone(),
             standing: "was lost: start it again",
         }),
+        Standing::Left => Err(Rejection::WorkerGone {
+            name: known.name.clone(),
+            standing: "has left: start it again",
+        }),
+    }
+}
+
+/// What a user said of a worker is kept, and so is the newest: numbers of workers are not given again.
+fn forget(state: &State, worker: WorkerId) -> Vec<Event> {
+    let is_newest = state.workers.keys().next_back() == Some(&worker);
+    let cordoned = |known: &Worker| known.cordon.as_ref().is_some_and(|cordon| !cordon.by_rule);
+    match state.worker(worker) {
+        Some(known) if known.standing.is_gone() && !cordoned(known) && !is_newest => {
+            vec![Event::WorkerForgotten { worker }]
+        }
+        _ => Vec::new(),
     }
 }
 
@@ -135,8 +155,8 @@ fn came_back(known: &Worker) -> Vec<Event> {
     let worker = known.id;
     match (known.standing, &known.drain) {
         (Standing::Present, _) | (Standing::Leaving, Some(_)) => Vec::new(),
-        (Standing::Leaving, None) | (Standing::Lost, None) => vec![Event::WorkerReturned { worker }],
-        (Standing::Lost, Some(_)) => {
+        (Standing::Leaving | Standing::Lost | Standing::Left, None) => vec![Event::WorkerReturned { worker }],
+        (Standing::Lost | Standing::Left, Some(_)) => {
             let drain = known.drain.clone();
             vec![Event::WorkerLeaving { worker, drain }]
         }

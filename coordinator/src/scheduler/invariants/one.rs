@@ -1,8 +1,6 @@
 //! The rules for one job, task, attempt, worker or host.
 
-use crate::scheduler::{
-    Attempt, AttemptId, Gang, Job, Name, RankPhase, Standing, State, Task, TaskPhase, Worker,
-};
+use crate::scheduler::{Attempt, AttemptId, Gang, Job, Name, RankPhase, State, Task, TaskPhase, Worker};
 
 /// A job's counts, and what an ended one may still have.
 pub fn job(state: &State, job: &Job) -> Result<(), String> {
@@ -188,7 +186,7 @@ pub fn attempt(state: &State, attempt: &Attempt) -> Result<(), String> {
 pub fn worker(state: &State, worker: &Worker) -> Result<(), String> {
     let running = state.attempts_on(worker.id).next();
     if let Some(attempt) = running
-        && worker.standing == Standing::Lost
+        && worker.standing.is_gone()
     {
         return Err(format!(
             "attempt {} outlives worker {}",

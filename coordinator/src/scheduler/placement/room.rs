@@ -69,7 +69,8 @@ pub struct Room<'a> {
     hosts: HashMap<&'a str, HostUse>,
     /// The host that is to become quiet.
     quieting: Option<&'a str>,
-    gang_waits: bool,
+    /// Kinds of device of which a gang keeps what is free.
+    held: BTreeSet<&'a str>,
 }
 
 impl<'a> Room<'a> {
@@ -80,7 +81,7 @@ impl<'a> Room<'a> {
             shelves: HashMap::new(),
             hosts: HashMap::new(),
             quieting: None,
-            gang_waits: false,
+            held: BTreeSet::new(),
         }
     }
 
@@ -151,10 +152,11 @@ impl<'a> Room<'a> {
 
     /// Keeps what is free from those behind, if there are devices enough for the gang at all.
     pub fn hold_for_gang(&mut self, class: &'a Class) {
-        if self.gang_waits || self.devices_in_all(class) < class.ranks {
+        let kind = class.device_kind.as_str();
+        if self.held.contains(kind) || self.devices_in_all(class) < class.ranks {
             return;
         }
-        self.gang_waits = true;
+        self.held.insert(kind);
         let Some(shelf) = self.shelves.get(class.device_kind.as_str()) else {
             return;
         };

@@ -307,7 +307,7 @@ fn an_archived_job_leaves_a_summary_and_nothing_else() {
             _ => panic!("not done"),
         }),
     );
-    assert!(world.effects.contains(&Effect::Archive { job }));
+    assert!(world.state.archivable().any(|ended| ended.id == job));
     world.run(Command::Archived { job }).unwrap();
     assert_eq!(world.state.tasks().count(), 0);
     assert!(world.state.job(job).is_none());
@@ -367,7 +367,7 @@ fn a_job_is_archived_only_when_nothing_of_it_runs_or_lies_about() {
         "what it half-wrote lies about"
     );
     world.run(Command::PartialRemoved { job }).unwrap();
-    assert!(world.effects.contains(&Effect::Archive { job }));
+    assert!(world.state.archivable().any(|ended| ended.id == job));
     assert_eq!(world.run(Command::Archived { job }).unwrap().len(), 1);
     assert_eq!(
         world.run(Command::Archived { job }),

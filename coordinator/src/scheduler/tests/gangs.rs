@@ -1,7 +1,7 @@
 use espalier_proto::task::FailureKind;
 
-use super::kit::{Work, World, gang, stage};
-use crate::scheduler::{Command, Effect, Event, JobId, JobPhase, Rejection, TaskPhase, WorkerId};
+use super::kit::{Work, World, gang, gpus, stage};
+use crate::scheduler::{Command, Effect, Event, JobId, JobPhase, Rejection, StagePlan, TaskPhase, WorkerId};
 
 fn formed(world: &mut World, ranks: u32) -> (JobId, Vec<Work>) {
     let job = world.submit("/out");
@@ -257,6 +257,46 @@ fn a_waiting_gang_is_not_starved_by_small_tasks_behind_it() {
     let work = world.dispatch();
     assert_eq!(work.len(), 2);
     assert!(work.iter().all(|rank| world.task_of(*rank).job == urgent));
+}
+
+#[test]
+fn a_gang_that_waits_for_one_kind_of_device_does_not_keep_one_of_another_from_its_own() {
+    let mut world = World::new();
+    world.join("a", 1, 2);
+    world.run(Command::Introduce(gpus("g", 2, 1 << 30))).unwrap();
+    let on_gpus = |mut stage: StagePlan| {
+        stage
+            .tasks
+            .iter_mut()
+            .for_each(|task| task.needs.device_kind = Some("cuda".into()));
+        stage
+    };
+    let small = world.submit("/small");
+    world.plan(small, vec![stage("score", 2), on_gpus(stage("profile", 1))]);
+    let running = world.dispatch();
+    assert_eq!(running.len(), 3);
+    let first = world.submit_at("/cuda", 3);
+    world.plan(first, vec![on_gpus(gang("recover", 2))]);
+    let second = world.submit_at("/cpu", 2);
+    world.plan(second, vec![gang("recover", 2)]);
+    world.plan(small, vec![stage("more", 4)]);
+    let on_cpu = running
+        .iter()
+        .find(|work| work.0 == WorkerId(1))
+        .copied()
+        .unwrap();
+    world.complete(on_cpu).unwrap();
+    assert!(
+        world.dispatch().is_empty(),
+        "the free device is kept for its gang"
+    );
+    let behind = world.submit("/behind");
+    world.plan(behind, vec![stage("score", 1)]);
+    let why = world.why(behind);
+    assert!(
+        why.contains("kept for a task that needs several together"),
+        "{why}"
+    );
 }
 
 #[test]

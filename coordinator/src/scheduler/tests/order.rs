@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use espalier_proto::task::FailureKind;
 
 use super::kit::{World, gpus, introduction, measurement, stage};
-use crate::scheduler::{Command, Failures, JobId, Rejection, retry_pause};
+use crate::scheduler::{Command, Failures, JobId, Rejection, hand_back_pause, retry_pause};
 
 #[test]
 fn the_higher_priority_goes_first_then_the_older_job() {
@@ -105,6 +105,19 @@ fn pauses_double_from_a_second_to_a_minute_and_lost_workers_cost_none() {
         })
         .collect();
     assert_eq!(seconds, [0, 1, 2, 4, 8, 16, 32, 60, 60]);
+}
+
+#[test]
+fn a_task_that_is_handed_back_again_and_again_rests_longer_and_longer() {
+    let pause = |handed_back| {
+        let failures = Failures {
+            handed_back,
+            ..Failures::default()
+        };
+        hand_back_pause(&failures).as_secs()
+    };
+    let seconds: Vec<u64> = (0..8).chain([100]).map(pause).collect();
+    assert_eq!(seconds, [0, 0, 0, 0, 0, 1, 2, 4, 60]);
 }
 
 #[test]

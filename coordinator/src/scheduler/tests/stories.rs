@@ -1,7 +1,7 @@
 use espalier_proto::task::FailureKind;
 
 use super::kit::{World, introduction, measurement, stage, submission};
-use crate::scheduler::{Command, Effect, Epoch, JobPhase, Rejection, Standing, TaskPhase, Term};
+use crate::scheduler::{Command, Effect, Epoch, JobPhase, Rejection, Standing, TaskPhase, Term, WorkerId};
 
 #[test]
 fn a_job_runs_stage_by_stage_to_its_outcome() {
@@ -53,6 +53,84 @@ fn a_plan_is_asked_for_again_when_a_stage_ended_while_the_planner_thought() {
         })
         .unwrap();
     assert!(world.effects.contains(&Effect::Plan { job }));
+}
+
+#[test]
+fn a_plan_made_before_a_failure_is_no_plan_for_the_retried_job() {
+    let mut world = World::new();
+    world.join("a", 1, 1);
+    let job = world.submit("/out");
+    world.plan(job, vec![stage("score", 1)]);
+    let work = world.dispatch()[0];
+    let seen = world.state.job(job).unwrap().results;
+    world.fail(work, FailureKind::Invalid);
+    world.run(Command::PartialRemoved { job }).unwrap();
+    let retry = Command::Retry {
+        job,
+        request_id: None,
+    };
+    world.run(retry).unwrap();
+    let late = Command::StagesPlanned {
+        job,
+        revision: seen,
+        stages: vec![stage("export", 1)],
+    };
+    assert_eq!(world.run(late), Ok(Vec::new()));
+    assert!(world.state.job(job).unwrap().wants_plan());
+    assert_eq!(world.replayed(), world.state);
+}
+
+#[test]
+fn a_task_too_large_to_be_sent_ends_its_job_and_says_so() {
+    let mut world = World::new();
+    let job = world.submit("/out");
+    let mut large = stage("score", 2);
+    large.tasks[1].payload = " ".repeat(espalier_proto::PAYLOAD_LIMIT_BYTES + 1).into();
+    world.plan(job, vec![large]);
+    let why = world.message(job);
+    assert!(
+        why.contains("score, task 1: its spec takes 6291457 bytes"),
+        "{why}"
+    );
+}
+
+#[test]
+fn a_worker_that_left_reads_as_left_and_its_number_is_not_given_again_once_it_is_forgotten() {
+    let mut world = World::new();
+    let (first, second) = (world.join("a", 1, 1), world.join("b", 1, 1));
+    let epoch = Epoch(1);
+    world.run(Command::Leave { worker: first, epoch }).unwrap();
+    world.run(Command::WorkerSilent { worker: first, epoch }).unwrap();
+    assert_eq!(world.state.worker(first).unwrap().standing, Standing::Left);
+    world.lose(second);
+    for worker in [first, second] {
+        world.run(Command::Forget { worker }).unwrap();
+    }
+    assert!(world.state.worker(first).is_none() && world.state.worker_named("a").is_none());
+    assert!(
+        world.state.worker(second).is_some(),
+        "the newest is kept for its number"
+    );
+    let again = world.join("a", 1, 1);
+    assert_eq!(again, WorkerId(3));
+    assert_eq!(
+        world.run(Command::Forget { worker: again }),
+        Ok(Vec::new()),
+        "it is there"
+    );
+    let reason = "broken".to_owned();
+    world
+        .run(Command::Cordon {
+            worker: second,
+            reason,
+        })
+        .unwrap();
+    world.run(Command::Forget { worker: second }).unwrap();
+    assert!(
+        world.state.worker(second).is_some(),
+        "what a user said of it would be lost"
+    );
+    assert_eq!(world.replayed(), world.state);
 }
 
 #[test]

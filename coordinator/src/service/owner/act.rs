@@ -9,7 +9,7 @@ use espalier_proto::v1::{self, coordinator_message::Message};
 use super::handle::wire;
 use super::{Owner, Request};
 use crate::scheduler::{
-    AttemptId, Command, Effect, JobId, JobPhase, Payload, Stage, Standing, Task, TaskPhase, WorkerId,
+    AttemptId, Command, Effect, JobId, JobPhase, Payload, Stage, Task, TaskPhase, WorkerId,
 };
 use crate::service::StageSnapshot;
 use crate::trace;
@@ -29,15 +29,13 @@ impl Owner {
                     let term = self.state.term().0;
                     self.send(worker, Message::Restart(v1::Restart { reason, term }));
                 }
-                // A job that ended can be looked at and retried until there are too many: see `archive`.
-                Effect::Archive { .. } => {}
                 Effect::Plan { job } => self.plan(job),
                 Effect::WriteOutcome { job } => self.write_outcome(job),
                 Effect::RemovePartial { job } => self.remove_partial(job),
                 Effect::Disconnect { worker } => {
                     // One that came back in the same turn has a new stream by now, and keeps it.
                     let known = self.state.worker(worker);
-                    if known.is_none_or(|known| known.standing == Standing::Lost) {
+                    if known.is_none_or(|known| known.standing.is_gone()) {
                         self.links.remove(&worker);
                     }
                 }

@@ -18,7 +18,7 @@ use super::{Owner, Request, query};
 use crate::archive::{self, Archive, Archives};
 use crate::scheduler::{Command, Job, JobId, JobPhase, TaskId};
 use crate::service::surroundings::Clock;
-use crate::service::view;
+use crate::service::{history, view};
 use crate::tables::{self, AttemptRow, EventRow};
 
 /// Jobs that succeeded or were cancelled and stay in the state.
@@ -254,11 +254,17 @@ pub(super) fn tasks(
 /// What happened to an archived job, with its numbers.
 pub(super) fn events(archive: &Archive, after: u64) -> Vec<(u64, v1::JobEvent)> {
     let older = archive.events.len().saturating_sub(EVENTS_SHOWN);
-    let mut lagged = older > 0;
-    let newest = (1_u64..).zip(&archive.events).skip(older);
+    let numbered = archive.events.iter().scan(0, |last, row| {
+        *last = history::number(row.frame, *last);
+        Some((*last, row))
+    });
+    let numbered: Vec<(u64, &EventRow)> = numbered.collect();
+    let (left_out, newest) = numbered.split_at(older);
+    let mut lagged = left_out.last().is_some_and(|(number, _)| *number > after);
     newest
+        .iter()
         .filter(|(number, _)| *number > after)
-        .map(|(number, row)| (number, event(row, std::mem::take(&mut lagged))))
+        .map(|(number, row)| (*number, event(row, std::mem::take(&mut lagged))))
         .collect()
 }
 

@@ -8,7 +8,7 @@ use tonic::Status;
 
 use super::request::{Greeting, JobOrder, Reply, Report, Request, Submission, WorkerHandle, WorkerOrder};
 use super::{Answer, Following, Link, Owner, status};
-use crate::scheduler::{Command, Epoch, JobId, Lease, Rejection, Standing, Term, WorkerId};
+use crate::scheduler::{Command, Effect, Epoch, JobId, Lease, Rejection, Term, WorkerId};
 use crate::service::Planned;
 use crate::service::watch::Watchers;
 use crate::term::Heard;
@@ -48,6 +48,7 @@ impl Owner {
             Request::Report { from, lease, report } => self.report(from, lease, report),
             Request::Leave { from } => {
                 let WorkerHandle { worker, epoch, .. } = from;
+                self.reporters.insert(worker);
                 self.note(Command::Leave { worker, epoch });
             }
             Request::Closed { from } => {
@@ -189,6 +190,11 @@ impl Owner {
         let Some(worker) = self.state.worker_named(&name).map(|worker| worker.id) else {
             return self.later(reply, move |owner| owner.worker(&name));
         };
+        if matches!(order, WorkerOrder::Restart { .. })
+            && let Err(refused) = self.can_be_told_to_restart(worker)
+        {
+            return self.later(reply, |_| Err(refused));
+        }
         let decided = self.decide(match order {
             WorkerOrder::Cordon { reason } => Command::Cordon { worker, reason },
             WorkerOrder::Uncordon => Command::Uncordon { worker },
@@ -199,6 +205,29 @@ impl Owner {
             decided.map_err(|rejection| status(&rejection))?;
             owner.worker(&name)
         });
+    }
+
+    /// A restart is said on the worker's stream and nowhere kept: what cannot be said is refused, not forgotten.
+    fn can_be_told_to_restart(&self, worker: WorkerId) -> Result<(), Status> {
+        let Some(known) = self
+            .state
+            .worker(worker)
+            .filter(|known| !known.standing.is_gone())
+        else {
+            // Refused in words of its own.
+            return Ok(());
+        };
+        let name = &known.name;
+        match self.links.get(&worker) {
+            Some(link) if link.version >= 2 => Ok(()),
+            Some(link) => Err(Status::failed_precondition(format!(
+                "worker `{name}` speaks protocol version {}, which has no restart: replace it by a newer build",
+                link.version
+            ))),
+            None => Err(Status::failed_precondition(format!(
+                "worker `{name}` is not connected: ask again when it is"
+            ))),
+        }
     }
 
     fn greet(&mut self, greeting: Greeting, reply: oneshot::Sender<Result<WorkerHandle, Status>>) {
@@ -372,7 +401,7 @@ impl Owner {
             let _ = self.fence.hears_of(term);
             return Err(again("a coordinator of a higher term has welcomed the worker"));
         }
-        if known.standing == Standing::Lost {
+        if known.standing.is_gone() {
             return Err(again("the worker was given up"));
         }
         if self.links.get(&worker).is_none_or(|link| link.epoch != epoch) {
@@ -389,9 +418,13 @@ impl Owner {
     fn report(&mut self, from: WorkerHandle, lease: Lease, report: Report) {
         let worker = from.worker;
         self.heard.insert(worker, self.surroundings.clock.elapsed());
-        let command = match report {
+        match report {
             Report::Progress(progress) => return self.progressed(worker, lease, progress),
             Report::Log { first_line, lines } => return self.keep_log(worker, lease, first_line, lines),
+            _ => self.reporters.insert(worker),
+        };
+        let command = match report {
+            Report::Progress(_) | Report::Log { .. } => return,
             Report::Completed(output) => Command::Complete {
                 worker,
                 lease,
@@ -460,6 +493,12 @@ impl Owner {
 
     fn planned(&mut self, job: JobId, revision: u64, planned: Result<Planned, String>) {
         self.planning.remove(&job);
+        let known = self.state.job(job);
+        if known.is_some_and(|known| revision <= known.planned) {
+            // The job was retried since: the planner is asked what it wants now.
+            self.effects.push(Effect::Plan { job });
+            return;
+        }
         let command = match planned {
             Ok(Planned::Stages(stages)) => Command::StagesPlanned {
                 job,

@@ -74,19 +74,18 @@ impl Owner {
         let before = listing.before.unwrap_or(JobId(u64::MAX));
         let (absent, resting) = (self.absent(), self.resting());
         let beside = self.beside_state(&absent, &resting);
-        let wanted = |job: &v1::Job| listing.states.is_empty() || listing.states.contains(&job.state);
+        let wanted =
+            |shown: v1::JobState| listing.states.is_empty() || listing.states.contains(&i32::from(shown));
+        let revision = |job| self.watchers.revision(job);
         let live = self.state.jobs().rev().filter(|job| job.id < before);
         let mut live = live
-            .map(|job| {
-                (
-                    job.id,
-                    view::summary(&self.state, job, self.watchers.revision(job.id), beside),
-                )
-            })
+            .filter(|job| wanted(view::job_state(job)))
+            .map(|job| (job.id, view::summary(&self.state, job, revision(job.id), beside)))
             .peekable();
         let archived = self.state.archived().rev().filter(|job| job.id < before);
         let mut archived = archived
-            .map(|job| (job.id, view::archived(job, self.watchers.revision(job.id))))
+            .filter(|job| wanted(view::archived_state(job)))
+            .map(|job| (job.id, view::archived(job, revision(job.id))))
             .peekable();
         let mut page = Vec::new();
         while page.len() < listing.size {
@@ -97,7 +96,7 @@ impl Owner {
                 (None, None) => break,
             };
             let next = if from_live { live.next() } else { archived.next() };
-            page.extend(next.map(|(_, job)| job).filter(wanted));
+            page.extend(next.map(|(_, job)| job));
         }
         page
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::Owner;
 use crate::logs::Logs;
-use crate::metrics::{Metrics, Standings};
+use crate::metrics::{Expiry, Metrics, Standings};
 use crate::scheduler::{AttemptId, Event, Lease, Standing, WorkerId};
 use crate::trace;
 
@@ -44,8 +44,8 @@ impl Owner {
     }
 
     /// An event was decided and is about to be applied.
-    pub(super) fn observe(&self, event: &Event) {
-        self.metrics.observe(&self.state, event);
+    pub(super) fn observe(&self, event: &Event, expiry: Expiry) {
+        self.metrics.observe(&self.state, event, expiry);
         trace::observe(&self.state, event, self.now().unix_ms);
         if let Some(attempt) = ended(event) {
             self.logs.ended(attempt);
@@ -85,6 +85,7 @@ impl Owner {
         for worker in self.state.workers() {
             let counter = match worker.standing {
                 Standing::Lost => &mut standings.workers_lost,
+                Standing::Left => &mut standings.workers_left,
                 Standing::Leaving => &mut standings.workers_leaving,
                 Standing::Present if !self.links.contains_key(&worker.id) => &mut standings.workers_away,
                 Standing::Present if worker.cordon.is_some() => &mut standings.workers_cordoned,

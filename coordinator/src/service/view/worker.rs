@@ -20,6 +20,7 @@ pub fn worker(
             v1::WorkerState::Lost,
             "nothing was heard from it: its attempts were handed on".to_owned(),
         ),
+        (Standing::Left, _) => (v1::WorkerState::Left, worker.drain.clone().unwrap_or_default()),
         (Standing::Leaving, _) => (v1::WorkerState::Leaving, worker.drain.clone().unwrap_or_default()),
         (Standing::Present, Some(cordon)) => (v1::WorkerState::Cordoned, cordon.reason.clone()),
         (Standing::Present, None) if connected => (v1::WorkerState::Ready, String::new()),
