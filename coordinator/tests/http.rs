@@ -51,6 +51,53 @@ async fn probes_and_grpc_share_a_port() {
     coordinator.shutdown(DEADLINE).await.unwrap();
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn health_is_answered_while_the_journal_is_replayed() {
+    let place = Place::new();
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = free.local_addr().unwrap();
+    drop(free);
+    let mut options = place.options();
+    options.listen = address;
+    // A journal that cannot be read to its end before somebody writes to it.
+    let journal = options.data_dir.join("journal");
+    std::fs::create_dir_all(&journal).unwrap();
+    let segment = journal.join(format!("journal-{:020}.log", 1));
+    let made = std::process::Command::new("mkfifo")
+        .arg(&segment)
+        .status()
+        .unwrap();
+    assert!(made.success());
+    let starting = tokio::spawn(Coordinator::start_with(options, Arc::new(Crowd(1))));
+    let began = Instant::now();
+    while TcpStream::connect(address).await.is_err() {
+        assert!(
+            began.elapsed() < DEADLINE,
+            "nobody listens while the journal is read"
+        );
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(page(address, "/healthz").await.0, 200);
+    let (status, why) = page(address, "/readyz").await;
+    assert!(
+        status == 503 && why.contains("the journal is being replayed"),
+        "{status}: {why}"
+    );
+    assert_eq!(page(address, "/").await.0, 200);
+    assert!(!starting.is_finished());
+    let end = move || {
+        let writer = std::fs::OpenOptions::new().write(true).open(&segment).unwrap();
+        std::fs::remove_file(&segment).unwrap();
+        std::fs::write(&segment, "").unwrap();
+        drop(writer);
+    };
+    tokio::task::spawn_blocking(end).await.unwrap();
+    let started = tokio::time::timeout(DEADLINE, starting).await.unwrap().unwrap();
+    let coordinator = started.unwrap();
+    assert_eq!(page(address, "/readyz").await.0, 200);
+    coordinator.shutdown(DEADLINE).await.unwrap();
+}
+
 #[tokio::test]
 async fn a_client_that_says_nothing_does_not_hold_up_the_end() {
     let place = Place::new();

@@ -103,7 +103,7 @@ fn tasks_that_wait_while_the_disk_is_full_cut_no_worker_off() {
     bench.disk.full.store(true, Ordering::Relaxed);
     let (_, mut inbox) = bench.greet(Vec::new());
     for _ in 0..3 {
-        bench.wait(10_000);
+        bench.wait(3_000);
         bench.turn(vec![Request::Tick]);
         assert!(
             !inbox.is_closed(),
@@ -111,7 +111,7 @@ fn tasks_that_wait_while_the_disk_is_full_cut_no_worker_off() {
         );
     }
     bench.disk.full.store(false, Ordering::Relaxed);
-    bench.wait(10_000);
+    bench.wait(3_000);
     bench.turn(vec![Request::Tick]);
     assert!(assigned(&messages(&mut inbox)).is_some());
 }

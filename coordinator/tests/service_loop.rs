@@ -15,7 +15,7 @@ use espalier_coordinator::journal::disk::SystemDisk;
 use espalier_coordinator::logs::Logs;
 use espalier_coordinator::metrics::Metrics;
 use espalier_coordinator::scheduler::JobId;
-use espalier_coordinator::service::owner::{JobOrder, Query, Report, Request, WorkerOrder};
+use espalier_coordinator::service::owner::{JobOrder, Listing, Query, Report, Request, WorkerOrder};
 use espalier_proto::task::FailureKind;
 use espalier_proto::v1::coordinator_message::Message;
 use espalier_proto::v1::{self, JobEvent, JobState, WorkerState};
@@ -262,7 +262,7 @@ fn a_worker_that_left_is_shown_as_such_and_forgotten_after_a_day() {
     let (from, _inbox) = bench.greet_as("pod-1", 1, Vec::new());
     bench.turn(vec![Request::Leave { from }, Request::Closed { from }]);
     let (_, _stays) = bench.greet_as("pod-2", 1, Vec::new());
-    let mut pass = |bench: &mut Bench, seconds: u64| {
+    let pass = |bench: &mut Bench, seconds: u64| {
         for _ in 0..seconds.div_ceil(14) {
             bench.wait(14_000);
             bench.turn(vec![Request::Tick]);
@@ -339,4 +339,27 @@ fn a_worker_that_hands_everything_back_does_not_keep_the_loop_busy() {
     bench.wait(2_000);
     bench.turn(vec![Request::Tick]);
     assert!(assigned(&messages(&mut inbox)).is_some(), "a pause has an end");
+}
+
+#[test]
+fn a_page_of_jobs_in_a_state_passes_over_the_others() {
+    let mut bench = Bench::new(Crowd(1));
+    for number in 0..3 {
+        cancelled(&mut bench, &format!("/cancelled-{number}"));
+        bench.submit(&format!("/queued-{number}")).unwrap();
+    }
+    let mut listed = |states: &[JobState], before| {
+        let listing = Listing {
+            before,
+            size: 2,
+            states: states.iter().map(|state| i32::from(*state)).collect(),
+        };
+        let page = bench.ask(|reply| Request::Query(Query::Jobs { listing, reply }));
+        page.unwrap().into_iter().map(|job| job.id).collect::<Vec<_>>()
+    };
+    assert_eq!(listed(&[JobState::Cancelled], None), ["job-5", "job-3"]);
+    assert_eq!(listed(&[JobState::Cancelled], Some(JobId(3))), ["job-1"]);
+    assert_eq!(listed(&[JobState::Queued], None), ["job-6", "job-4"]);
+    assert_eq!(listed(&[], None), ["job-6", "job-5"]);
+    assert!(listed(&[JobState::Running, JobState::Failed], None).is_empty());
 }

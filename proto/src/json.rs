@@ -187,6 +187,5 @@ pub fn worker_state(state: WorkerState) -> &'static str {
         WorkerState::Leaving => "leaving",
         WorkerState::Lost => "lost",
         WorkerState::Left => "left",
-        WorkerState::Left => "left",
     }
 }

@@ -52,6 +52,11 @@ impl Vitals {
         self.turned();
     }
 
+    /// Whether the journal has been replayed.
+    pub fn is_replayed(&self) -> bool {
+        self.0.replayed.load(Ordering::Relaxed)
+    }
+
     /// The loop has turned.
     pub fn turned(&self) {
         let since = u64::try_from(self.0.started.elapsed().as_millis()).unwrap_or(u64::MAX);
@@ -92,7 +97,7 @@ impl Vitals {
     /// Whether jobs and results are taken; the reason when they are not.
     pub fn ready(&self) -> Result<(), String> {
         self.alive()?;
-        if !self.0.replayed.load(Ordering::Relaxed) {
+        if !self.is_replayed() {
             return Err("the journal is being replayed".to_owned());
         }
         if !self.0.authority.load(Ordering::Relaxed) {

@@ -57,7 +57,10 @@ pub async fn status(State(sources): State<Sources>) -> Response {
         trouble: sources.vitals.ready().err(),
         ..Shown::default()
     };
-    if let Err(status) = gather(&sources, &mut shown).await {
+    // Before the journal is replayed there is nothing to be had.
+    if sources.vitals.is_replayed()
+        && let Err(status) = gather(&sources, &mut shown).await
+    {
         shown.trouble.get_or_insert_with(|| status.message().to_owned());
     }
     let headers = [

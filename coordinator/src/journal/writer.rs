@@ -182,11 +182,6 @@ impl Journal {
         appended
     }
 
-    /// The frame that was last appended, durable or not.
-    pub fn appended(&self) -> u64 {
-        self.last().saturating_add(self.buffered)
-    }
-
     /// Writes what is buffered and returns once it is durable.
     ///
     /// # Errors

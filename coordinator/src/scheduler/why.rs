@@ -95,19 +95,30 @@ impl State {
         if class.exclusive {
             return format!("waits for a host with {wanted} and nothing else running");
         }
-        let free = self.index.free.get(&class.device_kind).into_iter().flatten();
-        let fits = |(worker, place): &(WorkerId, usize)| {
-            let device = self.worker(*worker).and_then(|worker| worker.devices.get(*place));
-            !absent.contains(worker)
-                && device.is_some_and(|device| device.info.memory_bytes >= class.memory_bytes)
-        };
-        if free.copied().any(|slot| fits(&slot)) {
+        if self.is_kept_from(class, absent) {
             return format!(
                 "waits for {wanted}: what is free is kept for a task that needs several together, or for one \
                  that measures time"
             );
         }
         format!("waits for {wanted} to be free")
+    }
+
+    /// Whether devices that would do are free, and something of their kind measures or waits to have several or a
+    /// host for itself.
+    fn is_kept_from(&self, class: &Class, absent: &BTreeSet<WorkerId>) -> bool {
+        let keeps = |other: &Class| {
+            other != class && other.device_kind == class.device_kind && (other.ranks > 1 || other.exclusive)
+        };
+        let is_kept =
+            self.index.waiting.keys().any(keeps) || self.index.hosts.values().any(|used| used.exclusive > 0);
+        let mut free = self.index.free.get(&class.device_kind).into_iter().flatten();
+        is_kept
+            && free.any(|(worker, place)| {
+                let device = self.worker(*worker).and_then(|worker| worker.devices.get(*place));
+                let fits = device.is_some_and(|device| device.info.memory_bytes >= class.memory_bytes);
+                fits && !absent.contains(worker)
+            })
     }
 }
 

@@ -3,13 +3,14 @@
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tonic::Status;
 
 use super::owner::Request;
 use crate::http::Vitals;
 
 const ANSWER_DEADLINE: Duration = Duration::from_secs(30);
+const BETWEEN_LOOKS: Duration = Duration::from_millis(20);
 
 /// The loop's inbox, and how the loop does. Clones are the same.
 #[derive(Debug, Clone)]
@@ -40,6 +41,10 @@ impl Inbox {
         let stopping = || Status::unavailable("the coordinator is stopping");
         let (reply, answer) = oneshot::channel();
         let exchange = async {
+            // Nobody is asked while the journal is replayed: a client that gives up meanwhile has asked nothing.
+            while !self.vitals.is_replayed() {
+                sleep(BETWEEN_LOOKS).await;
+            }
             self.requests.send(request(reply)).await.map_err(|_| stopping())?;
             answer.await.map_err(|_| stopping())?
         };
@@ -83,5 +88,32 @@ mod tests {
         let late = asked.await.unwrap_err();
         assert_eq!(late.code(), tonic::Code::DeadlineExceeded);
         assert!(late.message().contains("authority is not held"), "{late}");
+    }
+
+    #[tokio::test]
+    async fn nothing_is_asked_of_a_loop_whose_journal_is_still_replayed() {
+        let (requests, mut loops) = mpsc::channel(1);
+        let vitals = Vitals::default();
+        let mut inbox = Inbox::new(requests, vitals.clone());
+        inbox.patience = Duration::from_millis(60);
+        let late = inbox.ask(|reply| Request::Query(Query::Workers { reply })).await;
+        assert!(
+            late.unwrap_err()
+                .message()
+                .contains("the journal is being replayed")
+        );
+        assert!(
+            loops.try_recv().is_err(),
+            "it would be done though nobody waits for it"
+        );
+        inbox.patience = Duration::from_secs(60);
+        let asking =
+            tokio::spawn(async move { inbox.ask(|reply| Request::Query(Query::Workers { reply })).await });
+        vitals.replayed();
+        match loops.recv().await {
+            Some(Request::Query(Query::Workers { reply })) => reply.send(Ok(Vec::new())).unwrap(),
+            other => panic!("{other:?}"),
+        }
+        assert!(asking.await.unwrap().unwrap().is_empty());
     }
 }

@@ -79,10 +79,10 @@ impl Owner {
         }));
     }
 
-    /// Whether jobs end faster than the tables follow.
+    /// Whether jobs end faster than the tables follow. One that is large by itself is waited for.
     fn is_crowded(&self) -> bool {
-        let (_, tasks) = self.ended_well();
-        tasks > CROWD
+        let (jobs, tasks) = self.ended_well();
+        jobs > 1 && tasks > CROWD
     }
 
     /// Jobs in the state that succeeded or were cancelled, and their tasks.

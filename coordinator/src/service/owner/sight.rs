@@ -1,7 +1,6 @@
 //! What the loop tells those who watch it: counts, spans, logs of attempts. None of it is waited for.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use super::Owner;
 use crate::logs::Logs;
@@ -63,14 +62,6 @@ impl Owner {
         if missing > 0 || !lines.is_empty() {
             let now = self.now().unix_ms;
             self.logs.append_after(missing, job, lease.attempt, now, lines);
-        }
-    }
-
-    /// The journal was committed; `last` was its last frame when that began.
-    pub(super) fn committed(&self, last: u64, began: Duration) {
-        if self.journal.last() != last {
-            let ended = self.surroundings.clock.elapsed();
-            self.metrics.journal_synced(ended.saturating_sub(began));
         }
     }
 
