@@ -54,10 +54,13 @@ pub fn router(sources: Sources, grpc: tonic::service::Routes) -> Router {
     grpc.into_axum_router().merge(pages).fallback(unknown)
 }
 
-/// `/metrics`, as OpenMetrics.
+/// `/metrics`, as OpenMetrics. Looks at the disk for the journal's size, and so runs apart.
 async fn metrics(State(sources): State<Sources>) -> Response {
     let content = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    ([(header::CONTENT_TYPE, content)], sources.metrics.text()).into_response()
+    match tokio::task::spawn_blocking(move || sources.metrics.text()).await {
+        Ok(text) => ([(header::CONTENT_TYPE, content)], text).into_response(),
+        Err(error) => problem(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
+    }
 }
 
 /// A path that nobody serves, said in the caller's own language.

@@ -234,6 +234,12 @@ fn attempt_entry(state: &State, event: &Event) -> Option<(JobId, Entry)> {
         Event::RankCompleted {
             attempt, task, at, ..
         } => about(task, attempt, "rank_completed", *at, ""),
+        _ => gang_entry(state, event),
+    }
+}
+
+fn gang_entry(state: &State, event: &Event) -> Option<(JobId, Entry)> {
+    match event {
         Event::GangFormed {
             task,
             generation,

@@ -1,8 +1,8 @@
 //! The loop: the only one to touch the state and the journal.
 //!
 //! It takes what waits in its inbox, decides and applies it, commits the journal once for all of it, and
-//! only then answers and acts. When the disk is full nothing of the batch has happened: the state is
-//! replayed, those who asked are told, and workers keep their results and send them again.
+//! only then answers and acts. When the disk is full nothing of the batch has happened: the state goes back to
+//! what the journal says, those who asked are told, and workers keep their results and send them again.
 //!
 //! It runs without a clock, thread or runtime of its own: [`Surroundings`] gives it time and a place for
 //! slow work, [`Owner::turn`] the requests. Replies are oneshots and outboxes bounded channels, neither of

@@ -199,35 +199,41 @@ impl Owner {
         let worker = from.worker;
         self.heard.insert(worker, self.surroundings.clock.elapsed());
         match report {
-            Report::Progress(progress) => return self.progressed(worker, lease, progress),
-            Report::Log { first_line, lines } => return self.keep_log(worker, lease, first_line, lines),
-            _ => self.reporters.insert(worker),
-        };
-        let command = match report {
-            Report::Progress(_) | Report::Log { .. } => return,
-            Report::Completed(output) => Command::Complete {
-                worker,
-                lease,
-                output,
-            },
+            Report::Progress(progress) => self.progressed(worker, lease, progress),
+            Report::Log { first_line, lines } => self.keep_log(worker, lease, first_line, lines),
+            Report::Completed(output) => {
+                let complete = Command::Complete {
+                    worker,
+                    lease,
+                    output,
+                };
+                self.ended(worker, lease, complete);
+            }
             Report::Failed(failure) => {
                 tracing::warn!(attempt = %lease.attempt, reason = failure.message, "an attempt failed");
-                Command::Fail {
+                let fail = Command::Fail {
                     worker,
                     lease,
                     failure,
-                }
+                };
+                self.ended(worker, lease, fail);
             }
-            Report::Stopped => Command::Stopped { worker, lease },
+            Report::Stopped => self.ended(worker, lease, Command::Stopped { worker, lease }),
             Report::Prepared(address) => {
                 // Not acknowledged: it is said again on each new stream until the gang is released.
-                return self.note(Command::Prepared {
+                self.reporters.insert(worker);
+                self.note(Command::Prepared {
                     worker,
                     lease,
                     address,
                 });
             }
-        };
+        }
+    }
+
+    /// Takes what a worker says of an attempt's end; it is told once that is durable, or is not to be.
+    fn ended(&mut self, worker: WorkerId, lease: Lease, command: Command) {
+        self.reporters.insert(worker);
         let mut decided = self.decide(command);
         if let Err(Rejection::Invalid(reason)) = &decided {
             // A result that cannot be kept is a failure: left alone, its task would hang.

@@ -8,7 +8,7 @@ use crate::metrics::{Expiry, Metrics, Standings};
 use crate::scheduler::{AttemptId, Event, Lease, Standing, WorkerId};
 use crate::trace;
 
-/// Attempts whose lines are counted; the oldest is forgotten first.
+/// Attempts whose lines are counted, at the most: as many as could run, as those that have ended are forgotten.
 const COUNTED_LOGS: usize = 4096;
 
 /// How many lines of each attempt's log have come: a worker sends again what a broken stream may have lost.
@@ -16,6 +16,11 @@ const COUNTED_LOGS: usize = 4096;
 pub(super) struct LogLines(BTreeMap<AttemptId, u64>);
 
 impl LogLines {
+    /// The attempt has ended: nothing more of it is taken.
+    fn forget(&mut self, attempt: AttemptId) {
+        self.0.remove(&attempt);
+    }
+
     /// How many lines before these are missing, and the lines that have not come before; `first_line` counts from
     /// 1, and 0 when it is not known.
     fn new_ones(&mut self, attempt: AttemptId, first_line: u64, lines: Vec<String>) -> (u64, Vec<String>) {
@@ -43,11 +48,12 @@ impl Owner {
     }
 
     /// An event was decided and is about to be applied.
-    pub(super) fn observe(&self, event: &Event, expiry: Expiry) {
+    pub(super) fn observe(&mut self, event: &Event, expiry: Expiry) {
         self.metrics.observe(&self.state, event, expiry);
         trace::observe(&self.state, event, self.now().unix_ms);
         if let Some(attempt) = ended(event) {
             self.logs.ended(attempt);
+            self.log_lines.forget(attempt);
         }
     }
 
@@ -127,5 +133,18 @@ mod tests {
         );
         let uncounted = |known: &mut LogLines| known.new_ones(AttemptId(1), 0, vec![line(0)]);
         assert_eq!(uncounted(&mut known), (0, lines(&["0"])));
+    }
+
+    #[test]
+    fn lines_of_an_attempt_that_runs_for_long_are_counted_while_thousands_come_and_go() {
+        let mut known = LogLines::default();
+        let line = || vec!["a line".to_owned()];
+        known.new_ones(AttemptId(1), 1, line());
+        for short in 2..10_000 {
+            known.new_ones(AttemptId(short), 1, line());
+            known.forget(AttemptId(short));
+        }
+        let again = known.new_ones(AttemptId(1), 1, line());
+        assert_eq!(again, (0, Vec::new()), "it is kept twice");
     }
 }
