@@ -147,7 +147,7 @@ impl Archives {
     /// When they are damaged themselves, or cannot be written.
     pub fn replace(&self, job: JobId, bytes: &[u8]) -> Result<(), Error> {
         let path = self.path(job);
-        self.open(job, bytes)?;
+        self.check(job, bytes)?;
         self.disk.write_whole(&path, bytes).map_err(|source| Error::Io {
             action: "replace",
             path,
@@ -189,8 +189,21 @@ impl Archives {
     }
 
     fn open(&self, job: JobId, bytes: &[u8]) -> Result<Vec<u8>, Error> {
+        SEAL.open(job.0, bytes).map_err(|fault| self.unusable(job, fault))
+    }
+
+    /// Whether these are the bytes of a sound archive of this job.
+    ///
+    /// # Errors
+    /// When they are damaged or too new.
+    pub fn check(&self, job: JobId, bytes: &[u8]) -> Result<(), Error> {
+        let checked = SEAL.check(job.0, bytes);
+        checked.map(drop).map_err(|fault| self.unusable(job, fault))
+    }
+
+    fn unusable(&self, job: JobId, fault: Fault) -> Error {
         let path = self.path(job);
-        SEAL.open(job.0, bytes).map_err(|fault| match fault {
+        match fault {
             Fault::Damaged(what) => Error::Damaged {
                 path,
                 what: what.to_owned(),
@@ -200,7 +213,7 @@ impl Archives {
                 found,
                 known: SEAL.version,
             },
-        })
+        }
     }
 
     /// Jobs that have an archive, the oldest first.

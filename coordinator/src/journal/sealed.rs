@@ -76,6 +76,15 @@ impl Seal {
     /// # Errors
     /// When they are damaged, or newer than this build.
     pub fn open(self, number: u64, bytes: &[u8]) -> Result<Vec<u8>, Fault> {
+        let payload = self.check(number, bytes)?;
+        decompress(payload).map_err(|_| Fault::Damaged("the payload does not decompress"))
+    }
+
+    /// The payload in the bytes of a file, still compressed.
+    ///
+    /// # Errors
+    /// As [`Seal::open`].
+    pub fn check(self, number: u64, bytes: &[u8]) -> Result<&[u8], Fault> {
         let (header, payload) = bytes
             .split_at_checked(HEADER_BYTES)
             .ok_or(Fault::Damaged("it is shorter than its header"))?;
@@ -101,7 +110,7 @@ impl Seal {
         if field(checked, 28).map(u32::from_le_bytes) != Some(crc32c::crc32c(payload)) {
             return Err(Fault::Damaged("the payload's checksum is wrong"));
         }
-        decompress(payload).map_err(|_| Fault::Damaged("the payload does not decompress"))
+        Ok(payload)
     }
 }
 

@@ -70,7 +70,20 @@ pub fn list(disk: &dyn Disk, directory: &Path) -> Result<Vec<(u64, PathBuf)>, Er
 /// [`Error::DamagedSnapshot`] when another may do, any other when none should be tried.
 pub fn read(disk: &dyn Disk, path: &Path, sequence: u64) -> Result<Vec<u8>, Error> {
     let bytes = disk.read(path).map_err(io_error("read", path))?;
-    SEAL.open(sequence, &bytes).map_err(|fault| match fault {
+    SEAL.open(sequence, &bytes).map_err(|fault| unusable(path, fault))
+}
+
+/// Whether these are the bytes of a sound snapshot, whose file this is.
+///
+/// # Errors
+/// As [`read`].
+pub fn check(path: &Path, sequence: u64, bytes: &[u8]) -> Result<(), Error> {
+    let checked = SEAL.check(sequence, bytes);
+    checked.map(drop).map_err(|fault| unusable(path, fault))
+}
+
+fn unusable(path: &Path, fault: Fault) -> Error {
+    match fault {
         Fault::Damaged(what) => Error::DamagedSnapshot {
             path: path.to_owned(),
             what: what.to_owned(),
@@ -81,7 +94,7 @@ pub fn read(disk: &dyn Disk, path: &Path, sequence: u64) -> Result<Vec<u8>, Erro
             found,
             known: SEAL.version,
         },
-    })
+    }
 }
 
 /// Removes snapshots but the newest two, and segments that end before the older of them.

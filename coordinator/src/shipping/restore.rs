@@ -152,7 +152,15 @@ impl<'a> Building<'a> {
                 }
                 Err(error) => return Err(store_error(error)),
             };
-            write(self.journal.join(snapshot::name(found.sequence)), bytes).await?;
+            let path = self.journal.join(snapshot::name(found.sequence));
+            let (sequence, checked, whole) = (found.sequence, path.clone(), bytes.clone());
+            let checked = beside(move || Ok(snapshot::check(&checked, sequence, &whole))).await?;
+            if let Err(error @ crate::journal::Error::DamagedSnapshot { .. }) = checked {
+                tracing::warn!(%error, "it was shipped as it is: the one before it is taken");
+                self.damaged.push(found.key.clone());
+                continue;
+            }
+            write(path, bytes).await?;
             (self.base, self.last) = (Some(found.sequence), found.sequence);
             return Ok(true);
         }

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use espalier_artifact::ObjectArea;
@@ -14,6 +15,10 @@ use super::listing::{self, list};
 use super::prune::Pruner;
 use super::{Options, Progress, beside, file_error};
 use crate::Result;
+use crate::archive::Archives;
+use crate::journal::disk::SystemDisk;
+use crate::journal::snapshot;
+use crate::scheduler::JobId;
 use crate::term::Claims;
 use crate::term::claims::store_error;
 
@@ -176,10 +181,17 @@ impl Route {
             }
             // The journal lets old snapshots go.
             let Some(bytes) = read(&path).await? else { continue };
-            let key = Snapshot::key(self.term, sequence);
-            self.area.put(&key, &bytes).await.map_err(store_error)?;
+            let checked = beside(move || Ok((snapshot::check(&path, sequence, &bytes), bytes))).await?;
+            match checked {
+                (Ok(()), bytes) => {
+                    let key = Snapshot::key(self.term, sequence);
+                    self.area.put(&key, &bytes).await.map_err(store_error)?;
+                    self.pruner.is_due();
+                }
+                // A start from the store would have nothing else to begin with.
+                (Err(error), _) => tracing::warn!(%error, "the snapshot is not shipped"),
+            }
             stored.snapshots.insert(sequence);
-            self.pruner.is_due();
         }
         Ok(())
     }
@@ -203,21 +215,29 @@ impl Route {
 
     /// Ships an archive unless the store has it.
     async fn ship_archive(&self, stored: &mut Stored, path: &Path) -> Result<()> {
-        let job = path
+        let name = path
             .file_name()
             .and_then(|name| name.to_str()?.strip_suffix(".archive"));
-        let Some(job) = job else { return Ok(()) };
-        let mark = mark(path).await?;
-        if stored.archives.get(job) == Some(&mark) {
+        let Some((name, job)) = name.and_then(|name| Some((name, name.parse::<JobId>().ok()?))) else {
+            return Ok(());
+        };
+        if stored.archives.get(name) == Some(&mark(path).await?) {
             return Ok(());
         }
         let Some(bytes) = read(path).await? else {
             return Ok(());
         };
+        let archives = Archives::new(Arc::new(SystemDisk), &self.data_dir);
+        let (checked, bytes) = beside(move || Ok((archives.check(job, &bytes), bytes))).await?;
+        if let Err(error) = checked {
+            // It may be whole in the store, and must not take that one's place.
+            tracing::warn!(%error, "the archive is not shipped");
+            return Ok(());
+        }
         let mark = listing::mark(&bytes);
-        let key = listing::archive_key(self.term, job, &mark);
+        let key = listing::archive_key(self.term, name, &mark);
         self.area.put(&key, &bytes).await.map_err(store_error)?;
-        stored.archives.insert(job.to_owned(), mark);
+        stored.archives.insert(name.to_owned(), mark);
         Ok(())
     }
 }

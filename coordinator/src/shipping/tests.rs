@@ -1,5 +1,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod starting;
+
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,13 +9,11 @@ use std::time::Duration;
 use espalier_artifact::{ArtifactStore, ObjectArea};
 
 use super::chain::{Piece, Snapshot, Step, after, reach, sound};
-use super::restore::Building;
-use super::start::{RESTORING_FILE, mark, unmark};
 use super::{Options, Progress, Shipper, restore};
-use crate::journal::disk::{Disk, SystemDisk};
-use crate::journal::tests::faulty::FaultyDisk;
+use crate::archive::{Archive, Archives};
+use crate::journal::disk::SystemDisk;
 use crate::journal::{self, Fold, Journal};
-use crate::service::surroundings::SystemClock;
+use crate::scheduler::{Event, JobId, State, Term, apply};
 use crate::term::{Claim, Claims};
 
 fn claim(term: u64, from_sequence: u64) -> Claim {
@@ -203,6 +203,20 @@ fn picture(journal: &mut Journal, number: u64) {
     journal.snapshot_ended(due.take(&Numbers((1..=number).collect())));
 }
 
+/// A sound archive of a job, unlike one of another year.
+fn archive(disk: &Path, job: u64, year: u64) -> Vec<u8> {
+    let mut state = State::default();
+    apply(&mut state, &Event::TermBegan { term: Term(year) });
+    let archive = Archive {
+        state,
+        attempts: Vec::new(),
+        events: Vec::new(),
+    };
+    let archives = Archives::new(Arc::new(SystemDisk), disk);
+    archives.write(JobId(job), &archive).unwrap();
+    std::fs::read(archives.path(JobId(job))).unwrap()
+}
+
 fn keys(listed: Vec<espalier_artifact::StoredObject>) -> Vec<String> {
     listed.into_iter().map(|object| object.key).collect()
 }
@@ -214,7 +228,7 @@ async fn an_archive_that_cannot_be_read_stops_neither_the_others_nor_the_journal
     let (mut written, _) = journal(&old.join("journal"));
     commit(&mut written, 1..=10);
     std::fs::create_dir_all(old.join("archive/job-1.archive")).unwrap();
-    std::fs::write(old.join("archive/job-2.archive"), "an archive").unwrap();
+    archive(&old, 2, 1);
     let progress = Progress::default();
     progress.durable(10);
     let refused = shipper(&area, &old, 1, &progress).ship().await.unwrap_err();
@@ -233,8 +247,7 @@ async fn what_the_store_has_is_not_shipped_again_after_a_restart() {
     let (area, old) = (area(directory.path()), directory.path().join("old"));
     let mut written = busy_journal(&old);
     picture(&mut written, 1);
-    std::fs::create_dir_all(old.join("archive")).unwrap();
-    std::fs::write(old.join("archive/job-1.archive"), "an archive").unwrap();
+    archive(&old, 1, 1);
     let progress = Progress::default();
     progress.durable(1);
     claimed(&area, &[claim(1, 1)]).await;
@@ -247,7 +260,7 @@ async fn what_the_store_has_is_not_shipped_again_after_a_restart() {
     let after = keys(area.list("").await.unwrap());
     assert_eq!(after.len(), 5, "only the claim is new: {after:?}");
     // An archive that is another's is shipped, whoever has shipped one of the same name.
-    std::fs::write(old.join("archive/job-1.archive"), "another one").unwrap();
+    archive(&old, 1, 2);
     shipper(&area, &old, 2, &progress).ship().await.unwrap();
     assert_eq!(area.list("archive/2").await.unwrap().len(), 1);
 }
@@ -258,22 +271,49 @@ async fn the_archive_of_a_coordinator_that_was_superseded_does_not_take_the_plac
     let area = area(directory.path());
     let claims = claimed(&area, &[claim(1, 1), claim(2, 5)]).await;
     let (old, successor) = (directory.path().join("old"), directory.path().join("successor"));
-    for (disk, content) in [
-        (&successor, "of the job that is"),
-        (&old, "of the job that never was"),
-    ] {
-        std::fs::create_dir_all(disk.join("archive")).unwrap();
-        std::fs::write(disk.join("archive/job-5.archive"), content).unwrap();
+    for disk in [&successor, &old] {
         journal(&disk.join("journal"));
     }
+    let of_the_job_that_is = archive(&successor, 5, 1);
+    archive(&old, 5, 2);
     let progress = Progress::default();
     shipper(&area, &successor, 2, &progress).ship().await.unwrap();
     // It wakes up, and does not know yet.
     shipper(&area, &old, 1, &progress).ship().await.unwrap();
     let third = directory.path().join("third");
     restore(&area, &claims, &third).await.unwrap();
-    let taken = std::fs::read_to_string(third.join("archive/job-5.archive")).unwrap();
-    assert_eq!(taken, "of the job that is");
+    let taken = std::fs::read(third.join("archive/job-5.archive")).unwrap();
+    assert_eq!(taken, of_the_job_that_is);
+}
+
+#[tokio::test]
+async fn what_is_damaged_on_the_disk_takes_the_place_of_nothing_in_the_store() {
+    let directory = tempfile::tempdir().unwrap();
+    let (area, old) = (area(directory.path()), directory.path().join("old"));
+    let claims = claimed(&area, &[claim(1, 1)]).await;
+    let mut written = busy_journal(&old);
+    let progress = Progress::default();
+    let sound = archive(&old, 1, 1);
+    picture(&mut written, 1);
+    progress.durable(1);
+    shipper(&area, &old, 1, &progress).ship().await.unwrap();
+    picture(&mut written, 2);
+    progress.durable(2);
+    std::fs::write(old.join("archive/job-1.archive"), "nothing sound").unwrap();
+    let snapshot = old.join("journal").join(journal::snapshot::name(2));
+    std::fs::write(snapshot, "nothing sound").unwrap();
+    claimed(&area, &[claim(2, 3)]).await;
+    shipper(&area, &old, 2, &progress).ship().await.unwrap();
+    let new = directory.path().join("new");
+    let restored = restore(&area, &claims, &new).await.unwrap();
+    assert_eq!((restored.snapshot, restored.last), (1, 2));
+    assert_eq!(std::fs::read(new.join("archive/job-1.archive")).unwrap(), sound);
+    // Nor is one that got there all the same a start's only snapshot.
+    area.put(&Snapshot::key(2, 2), b"nothing sound").await.unwrap();
+    let restored = restore(&area, &claims, &directory.path().join("third"))
+        .await
+        .unwrap();
+    assert_eq!((restored.snapshot, restored.last), (1, 2));
 }
 
 #[tokio::test]
@@ -315,129 +355,4 @@ async fn frames_before_the_older_of_two_snapshots_go_beside_shipping() {
         .await
         .unwrap();
     assert_eq!((restored.snapshot, restored.last, restored.term), (4, 4, 2));
-}
-
-#[tokio::test]
-async fn what_is_shipped_while_the_journal_is_built_is_taken_and_what_goes_meanwhile_begins_it_anew() {
-    let directory = tempfile::tempdir().unwrap();
-    let (area, old) = (area(directory.path()), directory.path().join("old"));
-    let claims = claimed(&area, &[claim(1, 1)]).await;
-    let known = claims.all().await.unwrap();
-    let (mut written, _) = journal(&old.join("journal"));
-    let progress = Progress::default();
-    let mut shipper = shipper(&area, &old, 1, &progress);
-    for last in [10, 20] {
-        commit(&mut written, last - 9..=last);
-        progress.durable(last);
-        shipper.ship().await.unwrap();
-    }
-    // What was listed before the second shipping.
-    let listed = |last| super::listing::Listed {
-        pieces: vec![piece(1, 1, last)],
-        snapshots: Vec::new(),
-    };
-    let new = directory.path().join("new");
-    let mut building = Building::begin(&area, &known, &new).await.unwrap();
-    assert!(building.follow(&claims, listed(10)).await.unwrap());
-    assert_eq!(building.finish().await.unwrap().last, 20);
-    assert_eq!(journal(&new.join("journal")).1.0, (1..=20).collect::<Vec<_>>());
-    // A piece that was listed and is gone.
-    let mut building = Building::begin(&area, &known, &new).await.unwrap();
-    assert!(!building.follow(&claims, listed(9)).await.unwrap());
-    // A term that was claimed meanwhile.
-    claimed(&area, &[claim(2, 11)]).await;
-    let mut building = Building::begin(&area, &known, &new).await.unwrap();
-    assert!(!building.follow(&claims, listed(10)).await.unwrap());
-}
-
-#[tokio::test]
-async fn frames_that_only_a_damaged_snapshot_leads_to_are_not_given_up() {
-    let directory = tempfile::tempdir().unwrap();
-    let (area, old) = (area(directory.path()), directory.path().join("old"));
-    let claims = claimed(&area, &[claim(1, 1)]).await;
-    let mut written = busy_journal(&old);
-    let progress = Progress::default();
-    let mut shipper = shipper(&area, &old, 1, &progress);
-    for number in 1..=3 {
-        picture(&mut written, number);
-        progress.durable(number);
-        shipper.ship().await.unwrap();
-    }
-    super::prune::Pruner::new(area.clone(), claims.clone(), 1)
-        .prune()
-        .await
-        .unwrap();
-    for sequence in [2, 3] {
-        let path = directory
-            .path()
-            .join("store/coordinator/grove")
-            .join(Snapshot::key(1, sequence));
-        std::fs::write(path, "nothing sound").unwrap();
-    }
-    let refused = restore(&area, &claims, &directory.path().join("new"))
-        .await
-        .unwrap_err();
-    let refused = refused.to_string();
-    assert!(refused.contains("frames 1 to 3 cannot be reached"), "{refused}");
-    assert!(refused.contains(&Snapshot::key(1, 3)), "{refused}");
-}
-
-#[tokio::test]
-async fn the_last_start_from_the_store_is_marked_until_its_term_is_claimed() {
-    let directory = tempfile::tempdir().unwrap();
-    let location = directory.path().join("store");
-    let store = ArtifactStore::open(location.to_str().unwrap()).unwrap();
-    let area = store.area("coordinator/grove");
-    claimed(&area, &[claim(1, 1)]).await;
-    let (old, new) = (directory.path().join("old"), directory.path().join("new"));
-    let (mut written, _) = journal(&old.join("journal"));
-    commit(&mut written, 1..=10);
-    let progress = Progress::default();
-    progress.durable(10);
-    let mut shipper = shipper(&area, &old, 1, &progress);
-    shipper.ship().await.unwrap();
-    let prepare = async || {
-        let options = Options {
-            data_dir: new.clone(),
-            cluster: "grove".to_owned(),
-            interval: Duration::from_secs(5),
-            lease: Duration::from_secs(10),
-        };
-        super::prepare(&store, options, Arc::new(SystemClock::default()))
-            .await
-            .unwrap()
-    };
-    std::fs::create_dir_all(&new).unwrap();
-    prepare().await;
-    assert!(new.join("restoring").exists());
-    // Its claim failed; by the next start the store has more.
-    commit(&mut written, 11..=12);
-    progress.durable(12);
-    shipper.ship().await.unwrap();
-    let prepared = prepare().await;
-    assert_eq!(journal(&new.join("journal")).1.0.len(), 12);
-    prepared.settled().unwrap();
-    commit(&mut written, 13..=14);
-    progress.durable(14);
-    shipper.ship().await.unwrap();
-    prepare().await;
-    assert_eq!(
-        journal(&new.join("journal")).1.0.len(),
-        12,
-        "it goes on by itself"
-    );
-}
-
-#[test]
-fn that_a_journal_is_being_built_survives_a_power_cut_and_so_does_that_it_was() {
-    let data_dir = Path::new("/data");
-    let marker = data_dir.join(RESTORING_FILE);
-    let disk = FaultyDisk::default();
-    mark(&disk, data_dir).unwrap();
-    let disk = disk.after_power_cut(0, false);
-    assert!(!disk.read(&marker).unwrap().is_empty());
-    unmark(&disk, data_dir).unwrap();
-    let disk = disk.after_power_cut(0, false);
-    assert!(disk.read(&marker).is_err());
-    unmark(&disk, data_dir).unwrap();
 }
