@@ -73,10 +73,17 @@ fn probe_name() -> String {
 /// One line for the user.
 pub fn finish(write_report: &dyn Fn(&Path) -> Result<(), String>, output: &Path) -> Result<(), String> {
     let partial = partial(output);
-    let moved = move_into_place(write_report, &partial, output);
-    // A coordinator that came before this one may have done it, at any moment since this one began.
-    let moved_before = !partial.is_dir() && output.join("report.json").is_file();
-    if moved_before { Ok(()) } else { moved }
+    if let Err(error) = move_into_place(write_report, &partial, output) {
+        // A coordinator that came before this one may have done it, at any moment since this one began.
+        let moved_before = !partial.is_dir() && output.join("report.json").is_file();
+        if !moved_before {
+            return Err(error);
+        }
+    }
+    let parent = output.parent().unwrap_or_else(|| Path::new("/"));
+    fs::File::open(parent)
+        .and_then(|directory| directory.sync_all())
+        .map_err(|error| format!("cannot sync `{}`: {error}", parent.display()))
 }
 
 fn move_into_place(
@@ -105,11 +112,7 @@ fn move_into_place(
             partial.display(),
             output.display()
         )
-    })?;
-    let parent = output.parent().unwrap_or_else(|| Path::new("/"));
-    fs::File::open(parent)
-        .and_then(|directory| directory.sync_all())
-        .map_err(|error| format!("cannot sync `{}`: {error}", parent.display()))
+    })
 }
 
 /// Moves the directory that the promoted attempt exported to its place in `partial`, and removes those of the

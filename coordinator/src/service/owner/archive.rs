@@ -42,8 +42,8 @@ pub(super) struct Archiving {
     /// The job, and its results when it was taken: a retry adds one.
     job: Option<(JobId, u64)>,
     rests_until: Duration,
-    /// The job that waits for the tables, and the frame they have to come to.
-    waits: Option<(JobId, u64)>,
+    /// The job that waits for the tables, its results, and the frame they have to come to.
+    waits: Option<(JobId, u64, u64)>,
     /// The frame they had come to, and since when.
     reflected: (u64, Duration),
     pub(super) shelf: Arc<Shelf>,
@@ -54,7 +54,12 @@ impl Owner {
     /// state is durable.
     pub(super) fn archive(&mut self) {
         let elapsed = self.surroundings.clock.elapsed();
-        self.archiving.shelf.tidy(elapsed);
+        if let Some(old) = self.archiving.shelf.tidy(elapsed) {
+            self.surroundings.beside.spawn(Box::new(move || {
+                drop(old);
+                Request::Answered
+            }));
+        }
         let rests = elapsed < self.archiving.rests_until;
         if self.archiving.job.is_some() || rests || self.full_until.is_some() {
             return;
@@ -62,7 +67,7 @@ impl Owner {
         let Some((job, results)) = self.one_too_many().map(|job| (job.id, job.results)) else {
             return;
         };
-        if !self.is_crowded() && !self.waited_for_tables(job) {
+        if !self.is_crowded() && !self.waited_for_tables(job, results) {
             return;
         }
         let Some(archive) = Archive::of(&self.state, job) else {
@@ -96,15 +101,18 @@ impl Owner {
     }
 
     /// Whether the tables know the job to its end, or are not waited for any longer.
-    fn waited_for_tables(&mut self, job: JobId) -> bool {
+    fn waited_for_tables(&mut self, job: JobId, results: u64) -> bool {
         let elapsed = self.surroundings.clock.elapsed();
         let (reflects, last) = (self.surroundings.tables.reflects(), self.journal.last());
         let archiving = &mut self.archiving;
         if archiving.reflected.0 != reflects {
             archiving.reflected = (reflects, elapsed);
         }
-        let known = archiving.waits.filter(|(waiting, _)| *waiting == job);
-        let (_, end) = *archiving.waits.insert(known.unwrap_or((job, last)));
+        // One that was retried meanwhile has ended again, later.
+        let known = archiving
+            .waits
+            .filter(|(waiting, at, _)| *waiting == job && *at == results);
+        let (_, _, end) = *archiving.waits.insert(known.unwrap_or((job, results, last)));
         if reflects >= end {
             return true;
         }

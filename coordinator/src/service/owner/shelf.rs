@@ -51,15 +51,12 @@ impl Shelf {
         )))
     }
 
-    /// Lets go of an archive that nobody asks about any more. Never waits for who reads one.
-    pub fn tidy(&self, elapsed: Duration) {
-        let Ok(mut last) = self.last.try_lock() else {
-            return;
-        };
-        let is_old = |last: &Last| elapsed.saturating_sub(last.asked) >= KEPT;
-        if last.as_ref().is_some_and(is_old) {
-            *last = None;
-        }
+    /// Gives the archive that nobody asks about any more: to be let go of beside the loop, as that takes a while too.
+    /// Never waits for who reads one.
+    pub fn tidy(&self, elapsed: Duration) -> Option<Archive> {
+        let mut last = self.last.try_lock().ok()?;
+        let old = last.take_if(|last| elapsed.saturating_sub(last.asked) >= KEPT)?;
+        Some(old.archive)
     }
 }
 
@@ -127,9 +124,9 @@ mod tests {
         ask().unwrap();
         std::fs::remove_file(archives.path(JobId(1))).unwrap();
         ask().unwrap();
-        shelf.tidy(clock.elapsed());
+        assert!(shelf.tidy(clock.elapsed()).is_none());
         ask().unwrap();
-        shelf.tidy(clock.elapsed() + KEPT);
+        assert!(shelf.tidy(clock.elapsed() + KEPT).is_some());
         assert!(ask().is_err(), "it is still kept though nobody asked");
     }
 
