@@ -195,8 +195,77 @@ fn write<T: Serialize + ?Sized>(value: &T) -> Result<Payload, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::moved;
     use std::path::Path;
+
+    use espalier_arch::{Activation, Attention, Block, BlockShape, Family, Mlp};
+    use espalier_proto::task::{ArtifactId, Calibrate, Check, ParentRef, Shard};
+    use espalier_search::Workload;
+
+    use super::*;
+
+    /// One layer of 18,656 parameters, counted by hand: an embedding of 100 × 32, projections of 32 × 32 and 16 × 32
+    /// twice each, three of 128 × 32, and three norms of 32.
+    fn parent() -> Architecture {
+        let attention = BlockShape::Attention(Attention {
+            kv_groups: 2,
+            queries_per_group: 2,
+            head_dim: 8,
+            qkv_bias: false,
+            output_bias: false,
+            qk_norm: false,
+            rope: None,
+            sliding_window: None,
+        });
+        let mlp = BlockShape::Mlp(Mlp {
+            channels: 128,
+            activation: Activation::SwiGlu,
+            bias: false,
+        });
+        Architecture {
+            family: Family::Llama,
+            vocab_size: 100,
+            hidden: 32,
+            layers: 1,
+            blocks: [attention, mlp].map(|shape| Block { layer: 0, shape }).to_vec(),
+            tied_embedding: true,
+            norm_epsilon: 1e-5,
+            max_positions: 256,
+        }
+    }
+
+    #[test]
+    fn a_task_whose_child_holds_the_parent_needs_a_device_that_can() {
+        let weights = weight_bytes(&parent());
+        assert_eq!(weights, 18_656 * 4);
+        let calibrate = TaskSpec::Calibrate(Calibrate {
+            parent: ParentRef {
+                source: "p".to_owned(),
+                fingerprint: "f".to_owned(),
+                permutation: None,
+            },
+            shard: Shard {
+                artifact: ArtifactId("0".repeat(64)),
+                sequences: 1,
+                sequence_tokens: 1,
+            },
+        });
+        assert_eq!(needs(&calibrate, weights).memory_bytes, weights);
+        let check = TaskSpec::Check(Check {
+            parent: parent(),
+            architecture: parent(),
+            workload: Workload {
+                prompt_tokens: 1,
+                output_tokens: 1,
+                concurrency: 1,
+            },
+            repeats: 1,
+        });
+        assert_eq!(
+            needs(&check, 0).memory_bytes,
+            weights,
+            "of shapes it is told itself"
+        );
+    }
 
     #[test]
     fn a_checkpoint_grows_beside_its_place_and_is_reported_in_it() {

@@ -61,6 +61,18 @@ fn a_task_runs_only_where_its_kind_and_memory_are() {
 }
 
 #[test]
+fn a_device_whose_memory_nobody_tells_is_given_what_may_fit() {
+    let mut world = World::new();
+    world.run(Command::Introduce(gpus("untold", 1, 0))).unwrap();
+    let job = world.submit("/out");
+    let mut planned = stage("score", 1);
+    planned.tasks[0].needs.device_kind = Some("cuda".into());
+    planned.tasks[0].needs.memory_bytes = 40 << 30;
+    world.plan(job, vec![planned]);
+    assert_eq!(world.dispatch().len(), 1);
+}
+
+#[test]
 fn a_task_that_finds_no_place_keeps_nobody_behind_it_waiting() {
     let mut world = World::new();
     world.join("a", 1, 1);
