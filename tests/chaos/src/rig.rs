@@ -153,6 +153,16 @@ impl Rig {
     }
 
     fn start_worker(&mut self, number: usize) -> Result<()> {
+        let worker = self.start_rival(number)?;
+        self.workers.push(worker);
+        Ok(())
+    }
+
+    /// Starts another process under a worker's name, beside the one that is there.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start_rival(&self, number: usize) -> Result<Process> {
         let mut command = Command::new(program("chaos-worker")?);
         command
             .args([
@@ -162,9 +172,7 @@ impl Rig {
                 &format!("worker-{number}"),
             ])
             .env(ledger::VARIABLE, self.path("ledger.jsonl"));
-        let worker = Process::start(&mut command, &self.path(&format!("worker-{number}.log")))?;
-        self.workers.push(worker);
-        Ok(())
+        Process::start(&mut command, &self.path(&format!("worker-{number}.log")))
     }
 
     /// A worker's process.

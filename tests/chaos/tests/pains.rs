@@ -98,3 +98,23 @@ async fn cancelling_a_job_leaves_no_process_on_its_device() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn a_worker_whose_name_another_process_takes_ends_with_all_it_runs() {
+    let story = Story {
+        brings_process: true,
+        ..story(7 * 3_600_000, false)
+    };
+    let mut rig = Rig::start(story, 1, Duration::from_secs(30), false).unwrap();
+    rig.submit("job0").await.unwrap();
+    let worker = rig.worker(0).unwrap().id();
+    let group = wait_for("a child and its own process", || at_work(worker)).await;
+    let rival = rig.start_rival(0).unwrap();
+    let ended = wait_for("the older one ends", || rig.worker(0)?.ended().unwrap()).await;
+    assert!(!ended.success(), "it says that it was not asked to end");
+    wait_for("what it ran is gone", || {
+        processes_of_group(group).is_empty().then_some(())
+    })
+    .await;
+    wait_for("its successor does the work", || at_work(rival.id())).await;
+}
