@@ -52,8 +52,11 @@ const SWEEP_PATIENCE: Duration = Duration::from_secs(5);
 const MESSAGE_BYTES: usize = 4096;
 
 fn failed(mut failure: Failure) -> Ended {
-    let end = failure.message.floor_char_boundary(MESSAGE_BYTES);
-    failure.message.truncate(end);
+    let longest = MESSAGE_BYTES.min(failure.message.len());
+    let whole = (0..=longest)
+        .rev()
+        .find(|end| failure.message.is_char_boundary(*end));
+    failure.message.truncate(whole.unwrap_or(0));
     Ended::Failure(serde_json::to_vec(&failure).unwrap_or_default())
 }
 

@@ -401,7 +401,11 @@ mod tests {
         let over = AtomicBool::new(false);
         let seen = std::thread::scope(|scope| {
             for _ in 0..4 * processors {
-                scope.spawn(|| while !over.load(Ordering::Relaxed) {});
+                scope.spawn(|| {
+                    while !over.load(Ordering::Relaxed) {
+                        std::hint::spin_loop();
+                    }
+                });
             }
             std::thread::sleep(Duration::from_millis(300));
             let seen = quiet.disturbance(before);
