@@ -243,11 +243,10 @@ fn a_waiting_gang_is_not_starved_by_small_tasks_behind_it() {
     let mut world = World::new();
     world.join("a", 1, 2);
     let small = world.submit("/small");
-    world.plan(small, vec![stage("score", 2)]);
+    world.plan(small, vec![stage("score", 6)]);
     let running = world.dispatch();
     let urgent = world.submit_at("/gang", 1);
     world.plan(urgent, vec![gang("recover", 2)]);
-    world.plan(small, vec![stage("more", 4)]);
     world.complete(running[0]).unwrap();
     assert!(
         world.dispatch().is_empty(),
@@ -272,14 +271,13 @@ fn a_gang_that_waits_for_one_kind_of_device_does_not_keep_one_of_another_from_it
         stage
     };
     let small = world.submit("/small");
-    world.plan(small, vec![stage("score", 2), on_gpus(stage("profile", 1))]);
+    world.plan(small, vec![stage("score", 6), on_gpus(stage("profile", 1))]);
     let running = world.dispatch();
     assert_eq!(running.len(), 3);
     let first = world.submit_at("/cuda", 3);
     world.plan(first, vec![on_gpus(gang("recover", 2))]);
     let second = world.submit_at("/cpu", 2);
     world.plan(second, vec![gang("recover", 2)]);
-    world.plan(small, vec![stage("more", 4)]);
     let on_cpu = running
         .iter()
         .find(|work| work.0 == WorkerId(1))

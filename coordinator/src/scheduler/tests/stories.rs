@@ -58,12 +58,14 @@ fn a_plan_is_asked_for_again_when_a_stage_ended_while_the_planner_thought() {
 #[test]
 fn a_plan_made_before_a_failure_is_no_plan_for_the_retried_job() {
     let mut world = World::new();
-    world.join("a", 1, 1);
+    world.join("a", 1, 2);
     let job = world.submit("/out");
-    world.plan(job, vec![stage("score", 1)]);
-    let work = world.dispatch()[0];
+    world.plan(job, vec![stage("profile", 1), stage("score", 1)]);
+    let work = world.dispatch();
+    world.complete(work[0]).unwrap();
     let seen = world.state.job(job).unwrap().results;
-    world.fail(work, FailureKind::Invalid);
+    assert!(world.state.job(job).unwrap().wants_plan(), "the planner thinks");
+    world.fail(work[1], FailureKind::Invalid);
     world.run(Command::PartialRemoved { job }).unwrap();
     let retry = Command::Retry {
         job,
