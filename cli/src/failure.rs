@@ -93,7 +93,7 @@ pub(crate) fn declined() -> anyhow::Error {
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     let message = format!("{error:#}");
     let line = message.split_whitespace().collect::<Vec<_>>().join(" ");
-    output::say(&format!("error: {}", output::plain(&line)));
+    output::say(&format!("error: {line}"));
     ExitCode::from(code(error))
 }
 

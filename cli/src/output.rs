@@ -115,7 +115,7 @@ pub(crate) fn yaml(value: &Value) -> anyhow::Result<String> {
 
 /// Says a line to people. Nobody may be listening any more: that is no reason to end a job.
 pub(crate) fn say(line: &str) {
-    let _ = writeln!(std::io::stderr(), "{line}");
+    let _ = writeln!(std::io::stderr(), "{}", plain(line));
 }
 
 /// `12.3 s`.

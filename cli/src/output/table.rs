@@ -1,16 +1,16 @@
 //! The one table renderer.
 
-use std::fmt::Write as _;
-
-/// Text for a terminal: what would move the cursor, or break a line where a line is expected, is shown instead of
-/// done. What a worker or a user wrote is never let do that.
+/// Text for a terminal: what would move the cursor, hide or reorder text, or break a line where a line is expected, is
+/// shown instead of done. What a worker or a user wrote is never let do that.
 pub(crate) fn plain(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     for character in text.chars() {
-        if character.is_control() {
-            let _ = write!(shown, "{}", character.escape_default());
-        } else {
-            shown.push(character);
+        match character {
+            '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{feff}' => {
+                shown.extend(character.escape_unicode());
+            }
+            _ if character.is_control() => shown.extend(character.escape_default()),
+            _ => shown.push(character),
         }
     }
     shown
@@ -48,13 +48,13 @@ mod tests {
     fn what_a_worker_wrote_neither_breaks_a_row_nor_reaches_the_terminal_as_a_command() {
         let rows = vec![vec![
             "node-7".into(),
-            "lost:\n\u{1b}[2Jgone\r\u{9b}A\tü".into(),
+            "lost:\n\u{1b}[2Jgone\r\u{9b}A\tü\u{202e}".into(),
             "x".into(),
         ]];
         let text = table(&["WORKER", "MESSAGE", "M"], rows);
         assert_eq!(text.lines().count(), 2, "{text}");
         assert!(
-            text.contains("lost:\\n\\u{1b}[2Jgone\\r\\u{9b}A\\tü  x"),
+            text.contains("lost:\\n\\u{1b}[2Jgone\\r\\u{9b}A\\tü\\u{202e}  x"),
             "{text}"
         );
         assert!(!text.replace('\n', "").contains(char::is_control), "{text:?}");
