@@ -113,6 +113,7 @@ struct Begun<'a> {
     /// Counts beginnings: numbers of attempts of the last interval may be given again by the successor.
     beginning: usize,
     ended: bool,
+    acknowledged: bool,
 }
 
 fn judge(ledger: &[Entry], story: &Story, lost_at: u64) -> Result<Report> {
@@ -128,6 +129,7 @@ fn judge(ledger: &[Entry], story: &Story, lost_at: u64) -> Result<Report> {
                     errand,
                     beginning,
                     ended: false,
+                    acknowledged: false,
                 };
                 begun.insert(entry.attempt, now);
                 match good.remove(errand.as_str()) {
@@ -145,11 +147,14 @@ fn judge(ledger: &[Entry], story: &Story, lost_at: u64) -> Result<Report> {
                 }
             }
             What::Acknowledged => {
-                let Some(attempt) = begun.get(&entry.attempt).filter(|attempt| attempt.ended) else {
+                let attempt = begun.get_mut(&entry.attempt);
+                // What is said of it after that is no result: it is the same end on a new stream, or that a worker
+                // hands back what a successor assigned it again, not knowing of the end.
+                let Some(attempt) = attempt.filter(|attempt| attempt.ended && !attempt.acknowledged) else {
                     continue;
                 };
+                attempt.acknowledged = true;
                 report.acknowledged += usize::from(entry.at < lost_at);
-                // The same end said again on a new stream is acknowledged again.
                 let before = good.insert(attempt.errand, (entry.at, attempt.beginning));
                 let another = before.is_some_and(|(_, beginning)| beginning != attempt.beginning);
                 report.twice += usize::from(another && entry.at >= successor_from);
@@ -213,6 +218,19 @@ mod tests {
         let older = [(110, 3, "+a"), (111, 3, "-a"), (112, 3, "")];
         let report = judged(&[&BEFORE[..], &last, &again, &older].concat());
         assert!(!report.holds(), "{report:?}");
+    }
+
+    #[test]
+    fn an_attempt_that_is_handed_back_as_it_was_over_already_is_no_result() {
+        let last = [(97, 2, "+b"), (97, 2, "-b"), (98, 2, "")];
+        let handed_back_and_on = [(110, 2, ""), (110, 3, "+b"), (111, 3, "-b"), (112, 3, "")];
+        let report = judged(&[&BEFORE[..], &last, &handed_back_and_on].concat());
+        assert!(report.holds(), "{report:?}");
+        assert_eq!((report.again, report.reach_seconds), (1, 2.0));
+        // Entries of two workers may come in either order.
+        let other_order = [(110, 3, "+b"), (110, 2, ""), (111, 3, "-b"), (112, 3, "")];
+        let report = judged(&[&BEFORE[..], &last, &other_order].concat());
+        assert!(report.holds(), "{report:?}");
     }
 
     #[test]
