@@ -35,22 +35,25 @@ pub enum What {
 pub struct Entry {
     /// Nanoseconds since 1970, on the one machine that all this runs on.
     pub at: u64,
+    /// The agent's process: two workers may hold attempts of one number, when a successor gives numbers again.
+    pub worker: u32,
     /// The attempt it is about.
     pub attempt: u64,
     /// What happened.
     pub what: What,
 }
 
-/// Appends an entry to the ledger of this run.
+/// Appends an entry to the ledger of this run, about an attempt of this agent's.
 ///
 /// # Errors
 /// When there is no ledger or it cannot be written.
-pub fn note(attempt: u64, what: What) -> Result<()> {
+pub fn note(worker: u32, attempt: u64, what: What) -> Result<()> {
     let path = std::env::var_os(VARIABLE).map(PathBuf::from);
     let path = path.with_context(|| format!("{VARIABLE} is not set"))?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?;
     let entry = Entry {
         at: u64::try_from(now.as_nanos())?,
+        worker,
         attempt,
         what,
     };

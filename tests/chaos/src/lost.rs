@@ -118,7 +118,7 @@ struct Begun<'a> {
 
 fn judge(ledger: &[Entry], story: &Story, lost_at: u64) -> Result<Report> {
     let successor_from = lost_at.saturating_add(u64::try_from(UNDER_WAY.as_nanos())?);
-    let mut begun: BTreeMap<u64, Begun<'_>> = BTreeMap::new();
+    let mut begun: BTreeMap<(u32, u64), Begun<'_>> = BTreeMap::new();
     let mut good: BTreeMap<&str, (u64, usize)> = BTreeMap::new();
     let mut report = Report::default();
     let mut earliest = lost_at;
@@ -131,7 +131,7 @@ fn judge(ledger: &[Entry], story: &Story, lost_at: u64) -> Result<Report> {
                     ended: false,
                     acknowledged: false,
                 };
-                begun.insert(entry.attempt, now);
+                begun.insert((entry.worker, entry.attempt), now);
                 match good.remove(errand.as_str()) {
                     Some((at, _)) if at >= successor_from => report.late += 1,
                     Some((at, _)) => {
@@ -142,12 +142,12 @@ fn judge(ledger: &[Entry], story: &Story, lost_at: u64) -> Result<Report> {
                 }
             }
             What::Ended { .. } => {
-                if let Some(attempt) = begun.get_mut(&entry.attempt) {
+                if let Some(attempt) = begun.get_mut(&(entry.worker, entry.attempt)) {
                     attempt.ended = true;
                 }
             }
             What::Acknowledged => {
-                let attempt = begun.get_mut(&entry.attempt);
+                let attempt = begun.get_mut(&(entry.worker, entry.attempt));
                 // What is said of it after that is no result: it is the same end on a new stream, or that a worker
                 // hands back what a successor assigned it again, not knowing of the end.
                 let Some(attempt) = attempt.filter(|attempt| attempt.ended && !attempt.acknowledged) else {
@@ -191,6 +191,7 @@ mod tests {
     fn judged(entries: &[(u64, u64, &str)]) -> Report {
         let entry = |&(seconds, attempt, what): &(u64, u64, &str)| Entry {
             at: seconds * SECOND,
+            worker: 1,
             attempt,
             what: match what.split_at_checked(1) {
                 Some(("+", errand)) => What::Began {

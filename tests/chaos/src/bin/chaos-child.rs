@@ -1,6 +1,7 @@
 //! A device child that runs errands: it speaks the real child's protocol and writes down what it does.
 
 use std::io::{BufRead, Write};
+use std::os::unix::process::parent_id;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::thread::sleep;
@@ -68,7 +69,7 @@ fn is_stopped_within(span: Duration, attempt: u64, requests: &Receiver<String>) 
 
 fn run(attempt: u64, errand: &Errand, requests: &Receiver<String>) -> Result<()> {
     let name = errand.name.clone();
-    note(attempt, What::Began { errand: name.clone() })?;
+    note(parent_id(), attempt, What::Began { errand: name.clone() })?;
     if errand.brings_process {
         // Nobody here waits for it: it is in this child's process group.
         Command::new("sleep")
@@ -88,7 +89,7 @@ fn run(attempt: u64, errand: &Errand, requests: &Receiver<String>) -> Result<()>
     if errand.ending == Ending::Crash {
         std::process::abort();
     }
-    note(attempt, What::Ended { errand: name })?;
+    note(parent_id(), attempt, What::Ended { errand: name })?;
     say(&Reply::Output {
         attempt,
         output: Box::new(errand.output()),

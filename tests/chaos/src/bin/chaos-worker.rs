@@ -49,7 +49,7 @@ impl<S: Subscriber> Layer<S> for Acknowledgements {
         event.record(&mut seen);
         if let (true, Some(attempt)) = (seen.acknowledged, seen.attempt) {
             // A ledger that cannot be written shows as an acknowledgement that is missing.
-            let _ = note(attempt, What::Acknowledged);
+            let _ = note(std::process::id(), attempt, What::Acknowledged);
         }
     }
 }
