@@ -50,7 +50,10 @@ fn run(command: Command, logging: &Logging, telemetry: &telemetry::Telemetry) ->
         // The child runs attempts on this very thread and has no use for a runtime.
         Command::DeviceChild => Ok(espalier_worker::run_child(telemetry.end_of_child())?),
         Command::Run(run) => runtime()?.block_on(embedded::run(run, logging)),
-        Command::Coordinator(coordinator) => runtime()?.block_on(commands::coordinator(coordinator)),
+        Command::Coordinator(coordinator) => {
+            espalier_coordinator::memory::stay_small();
+            runtime()?.block_on(commands::coordinator(coordinator))
+        }
         Command::Worker(worker) => runtime()?.block_on(worker_command(worker, logging)),
         Command::Job(job) => runtime()?.block_on(commands::job::run(job)),
         Command::Task(task) => runtime()?.block_on(commands::task::run(task)),

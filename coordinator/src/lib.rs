@@ -15,6 +15,7 @@ pub mod http;
 pub mod journal;
 mod lock;
 pub mod logs;
+pub mod memory;
 pub mod metrics;
 pub mod pipeline;
 pub mod report;

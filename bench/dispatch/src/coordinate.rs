@@ -68,9 +68,14 @@ impl OneStage {
     }
 }
 
-/// Runs it until standard input closes.
+/// Runs it until standard input closes, in a process that is set up as `espalier coordinator` is.
+pub fn run(options: &Options) -> Result<()> {
+    espalier_coordinator::memory::stay_small();
+    coordinate(options)
+}
+
 #[tokio::main]
-pub async fn run(options: &Options) -> Result<()> {
+async fn coordinate(options: &Options) -> Result<()> {
     let mut coordinator = CoordinatorOptions::new(&options.data_dir);
     coordinator.listen = "127.0.0.1:0".parse()?;
     let planner = Arc::new(OneStage { tasks: options.tasks });

@@ -11,8 +11,9 @@ use super::store::Store;
 
 /// How long opening and looking at every row may take.
 const DEADLINE: Duration = Duration::from_secs(60);
-/// Pages that sled keeps in memory: the coordinator is small.
-const CACHE_BYTES: u64 = 16 << 20;
+/// Pages that sled keeps in memory, as they are on disk; in memory they take three times as much. The coordinator
+/// is small.
+const CACHE_BYTES: u64 = 4 << 20;
 /// How often sled syncs: what it loses is read from the journal again, whose own syncs it would slow down.
 const FLUSH_MS: u64 = 10_000;
 /// Broken tables that are kept for who wants to know why.

@@ -16,8 +16,11 @@ use crate::scheduler::{JobId, TaskId};
 /// The newest form of keys and rows. Tables of any other are built anew.
 pub const SCHEMA: u32 = 1;
 
-/// Rows of a change, about.
-const CHANGE_ROWS: usize = 512;
+/// Rows of a change, about. sled frees nothing of what a batch replaces before it ends, and each row replaces the
+/// page it falls into: some 50 KiB.
+const CHANGE_ROWS: usize = 64;
+/// How often collecting is asked for after a change: what was replaced is free once the epoch has moved on twice.
+const COLLECTIONS: usize = 3;
 
 /// Where the tables stand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -202,6 +205,10 @@ impl Change<'_> {
             .apply_batch(batch)
             .map_err(|error| error.to_string())?;
         self.store.meta = meta;
+        // sled collects only every 128 operations of a thread, which is megabytes of pages later.
+        for _ in 0..COLLECTIONS {
+            crossbeam_epoch::pin().flush();
+        }
         Ok(())
     }
 }
