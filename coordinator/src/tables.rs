@@ -16,6 +16,7 @@ mod open;
 mod project;
 mod rows;
 mod store;
+mod tell;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;

@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use super::project::{self, Place};
+use super::project;
 use super::store::Store;
+use super::tell::Place;
 use super::{DIRECTORY, Shared, open};
 use crate::archive::Archives;
 use crate::journal::disk::Disk;
