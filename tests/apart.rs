@@ -192,7 +192,7 @@ fn a_worker_told_to_end_hands_its_work_back_and_another_takes_the_job_on() {
     let (_, shown) = said(&["task", "get", &task, "-o", "json"]);
     let shown: Value = serde_json::from_str(&shown).unwrap();
     let outcome = shown["attempts"][0]["outcome"].as_str().unwrap();
-    assert!(matches!(outcome, "completed" | "stopped"), "{shown}");
+    assert!(matches!(outcome, "completed" | "handed_back"), "{shown}");
 
     let _second = start_worker("second");
     let ended = wait_for("the job's end", || {

@@ -39,8 +39,14 @@ impl Client {
         let wrong = |_| Error::Endpoint {
             endpoint: endpoint.to_owned(),
         };
-        let channel = Endpoint::from_shared(with_scheme.clone())
-            .map_err(wrong)?
+        let address = Endpoint::from_shared(with_scheme.clone()).map_err(wrong)?;
+        // Others would be spoken to in plain text all the same, and a path would be left out.
+        if address.uri().scheme_str() != Some("http") || !matches!(address.uri().path(), "" | "/") {
+            return Err(Error::Endpoint {
+                endpoint: endpoint.to_owned(),
+            });
+        }
+        let channel = address
             .connect_timeout(CONNECT_DEADLINE.min(deadline))
             .http2_keep_alive_interval(Duration::from_secs(10))
             .keep_alive_timeout(Duration::from_secs(10))

@@ -37,6 +37,27 @@ pub use segment::{End, Visit, list as segments, read as read_frames};
 pub use snapshot::{DAMAGED, Due, list as snapshots, read as read_snapshot};
 pub use writer::{Journal, Options};
 
+/// Whether a journal holds no snapshot and no frame. A start that failed may have left the file for its first.
+///
+/// # Errors
+/// When the directory cannot be read.
+pub fn is_empty(disk: &dyn Disk, directory: &Path) -> Result<bool, Error> {
+    if !directory.exists() {
+        return Ok(true);
+    }
+    if !snapshots(disk, directory)?.is_empty() {
+        return Ok(false);
+    }
+    for (_, path) in segments(disk, directory)? {
+        let bytes = disk.read(&path).map_err(io_error("read", &path))?;
+        match frame::decode(&bytes, 0) {
+            Err(Tail::Clean | Tail::Torn) => {}
+            Ok(_) | Err(Tail::Damaged(_)) => return Ok(false),
+        }
+    }
+    Ok(true)
+}
+
 /// What can go wrong with a journal.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{DEADLINE, FakeWorker, Place, Story, client, end_of, hello, run_one};
+use espalier_coordinator::client::Client;
 use espalier_coordinator::{Coordinator, CoordinatorOptions, Error, Handle, doctor};
 use espalier_proto::v1::JobState;
 use tonic::Code;
@@ -139,6 +140,63 @@ async fn a_start_that_failed_before_its_claim_leaves_nothing_that_makes_the_clus
         "what was set aside stays"
     );
     second.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_copied_disk_is_refused_and_the_one_it_was_copied_from_goes_on() {
+    let place = Place::new();
+    let first = coordinator(&place, "first").await.unwrap();
+    let (job, _) = client(&first).await.submit(place.spec(), "").await.unwrap();
+    let copied = std::process::Command::new("cp")
+        .arg("-a")
+        .args(["first", "copied"].map(|disk| place.directory.path().join(disk)))
+        .status();
+    assert!(copied.unwrap().success());
+
+    let refused = coordinator(&place, "copied").await.unwrap_err().to_string();
+    assert!(
+        refused.contains("has gone on without this data directory"),
+        "{refused}"
+    );
+    first.shutdown(DEADLINE).await.unwrap();
+    let again = coordinator(&place, "first").await.unwrap();
+    assert_eq!(client(&again).await.get(&job.id).await.unwrap().id, job.id);
+    again.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_journal_that_was_emptied_is_refused_rather_than_begun_anew() {
+    let place = Place::new();
+    let handle = place.coordinator().await;
+    client(&handle).await.submit(place.spec(), "").await.unwrap();
+    while handle.tables().reflects() == 0 {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    handle.shutdown(DEADLINE).await.unwrap();
+    let options = place.options();
+    std::fs::remove_dir_all(options.data_dir.join("journal")).unwrap();
+
+    let refused = Coordinator::start_with(options.clone(), Arc::new(Story)).await;
+    let refused = refused.unwrap_err().to_string();
+    assert!(
+        refused.contains("holds nothing, but") && refused.contains("tables"),
+        "{refused}"
+    );
+    std::fs::remove_dir_all(&options.data_dir).unwrap();
+    let anew = Coordinator::start_with(options, Arc::new(Story)).await.unwrap();
+    anew.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test]
+async fn an_address_of_another_kind_is_refused_before_anything_is_sent() {
+    for wrong in [
+        "https://127.0.0.1:7474",
+        "ftp://127.0.0.1",
+        "http://127.0.0.1:7474/espalier",
+    ] {
+        let refused = Client::connect(wrong, DEADLINE).await.unwrap_err();
+        assert!(matches!(refused, Error::Endpoint { .. }), "{wrong}: {refused}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -19,7 +19,7 @@ use super::surroundings::{BlockingThreads, Clock, Surroundings, SystemClock};
 use super::turns::{run, tick};
 use super::{CoordinatorOptions, Handle, PipelinePlanner, Planner, store};
 use crate::collect::{self, Collector};
-use crate::journal::disk::SystemDisk;
+use crate::journal::{self, disk::SystemDisk};
 use crate::lock::DirectoryLock;
 use crate::logs::{self, Logs};
 use crate::metrics::Metrics;
@@ -149,6 +149,8 @@ async fn make_ready(
     let clock = Arc::new(SystemClock::default());
     let store = store::open(&options)?;
     let shipping = prepare_shipping(&options, &store, Arc::clone(&clock)).await?;
+    let data_dir = options.data_dir.clone();
+    blocking(move || refuse_lost_journal(&data_dir)).await?;
     let fence: Arc<dyn Fence> = match &shipping {
         Some(prepared) => Arc::clone(&prepared.keeper) as Arc<dyn Fence>,
         None => Arc::new(OwnDirectory),
@@ -189,6 +191,29 @@ async fn make_ready(
         shipping,
         collector,
     })
+}
+
+/// A journal that holds nothing where other files tell of one was lost: beginning anew would do again what was done,
+/// and mix what both left.
+fn refuse_lost_journal(data_dir: &Path) -> Result<()> {
+    if !journal::is_empty(&SystemDisk, &data_dir.join("journal"))? {
+        return Ok(());
+    }
+    let holds_something = |directory: &str| {
+        let entries = std::fs::read_dir(data_dir.join(directory));
+        entries.is_ok_and(|mut entries| entries.next().is_some())
+    };
+    let mut others = ["archive", tables::DIRECTORY, "logs"].into_iter();
+    let Some(other) = others.find(|directory| holds_something(directory)) else {
+        return Ok(());
+    };
+    let (journal, other) = (data_dir.join("journal"), data_dir.join(other));
+    Err(Error::Conflict(format!(
+        "the journal {} holds nothing, but {} was left by one that did: put the journal back from a backup, or start \
+         with an empty data directory, which is built from the --store where there is one and begins anew otherwise",
+        journal.display(),
+        other.display(),
+    )))
 }
 
 fn start_tables(tables: &Tables, data_dir: &Path, owner: &Owner) -> Result<tables::Writer> {

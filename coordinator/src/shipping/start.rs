@@ -15,6 +15,8 @@ use crate::{Error, Result};
 
 /// Names the data directory in claims of terms; there once a coordinator with a store has run on it.
 pub const CLAIMANT_FILE: &str = "claimant";
+/// Says which file the name was written to: a copy of the directory has another.
+const ORIGIN_FILE: &str = "claimant-origin";
 /// There while a journal is being built from the store, until its term is claimed.
 pub(super) const RESTORING_FILE: &str = "restoring";
 
@@ -76,7 +78,8 @@ impl Prepared {
 async fn restore_where_empty(data_dir: &Path, area: &ObjectArea, claims: &Claims) -> Result<Option<u64>> {
     let marker = data_dir.join(RESTORING_FILE);
     let journal = data_dir.join("journal");
-    let (interrupted, empty) = beside(move || Ok((marker.exists(), is_empty(&journal)?))).await?;
+    let (interrupted, empty) =
+        beside(move || Ok((marker.exists(), journal::is_empty(&SystemDisk, &journal)?))).await?;
     if !interrupted && (!empty || claims.highest_term().await?.is_none()) {
         return Ok(None);
     }
@@ -92,25 +95,6 @@ async fn restore_where_empty(data_dir: &Path, area: &ObjectArea, claims: &Claims
     Ok(Some(restored.term))
 }
 
-/// Whether a journal holds no snapshot and no frame. A start that failed may have left the file for its first.
-fn is_empty(directory: &Path) -> Result<bool> {
-    let disk = SystemDisk;
-    if !directory.exists() {
-        return Ok(true);
-    }
-    if !journal::snapshots(&disk, directory)?.is_empty() {
-        return Ok(false);
-    }
-    for (_, path) in journal::segments(&disk, directory)? {
-        let bytes = disk.read(&path).map_err(file_error("read", &path))?;
-        match journal::frame::decode(&bytes, 0) {
-            Err(journal::Tail::Clean | journal::Tail::Torn) => {}
-            Ok(_) | Err(journal::Tail::Damaged(_)) => return Ok(false),
-        }
-    }
-    Ok(true)
-}
-
 fn check_cluster(cluster: &str) -> Result<()> {
     let sound = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
     if (1..=63).contains(&cluster.len()) && cluster.bytes().all(sound) {
@@ -121,20 +105,49 @@ fn check_cluster(cluster: &str) -> Result<()> {
     )))
 }
 
-fn claimant(data_dir: &Path) -> Result<String> {
-    let path = data_dir.join(CLAIMANT_FILE);
-    match std::fs::read_to_string(&path) {
-        Ok(name) if !name.trim().is_empty() => return Ok(name.trim().to_owned()),
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            return Err(file_error("read", &path)(error));
+/// The name of this data directory in claims. One that was copied gets a name of its own: the directory it was
+/// copied from may still be served from, or go on later.
+pub(super) fn claimant(data_dir: &Path) -> Result<String> {
+    let (path, origin) = (data_dir.join(CLAIMANT_FILE), data_dir.join(ORIGIN_FILE));
+    if let Some(name) = read_if_there(&path)? {
+        if read_if_there(&origin)?.as_deref() == Some(birth(&path)?.as_str()) {
+            return Ok(name);
         }
-        Ok(_) | Err(_) => {}
+        tracing::warn!(
+            data_dir = %data_dir.display(),
+            "the data directory is a copy of another: it takes part under a name of its own"
+        );
     }
     let name = random();
     SystemDisk
         .write_whole(&path, name.as_bytes())
         .map_err(file_error("write", &path))?;
+    SystemDisk
+        .write_whole(&origin, birth(&path)?.as_bytes())
+        .map_err(file_error("write", &origin))?;
     Ok(name)
+}
+
+fn read_if_there(path: &Path) -> Result<Option<String>> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text.trim().to_owned()).filter(|text| !text.is_empty())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(file_error("read", path)(error)),
+    }
+}
+
+/// What no copy of a file keeps: its number in the file system and when it was made, where that is known. Both
+/// outlast remounts and changes of owner.
+fn birth(path: &Path) -> Result<String> {
+    use std::os::unix::fs::MetadataExt;
+    let known = std::fs::metadata(path).map_err(file_error("look at", path))?;
+    let made = known.created().ok();
+    let made = made.and_then(|made| made.duration_since(std::time::UNIX_EPOCH).ok());
+    Ok(format!(
+        "{} {}",
+        known.ino(),
+        made.map_or(0, |made| made.as_nanos())
+    ))
 }
 
 /// 128 bits that no other start has.

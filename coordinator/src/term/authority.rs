@@ -5,7 +5,7 @@
 //! promotes until S + lease; the newer from the answer + lease and a tenth (which pays for clocks that run at
 //! different rates). Leases may differ: each stands in its claim, and the longest is waited out. Each measures on
 //! its own monotonic clock; none is compared with another's. What the proof rests on beside that: the name of a
-//! data directory in claims is of one directory, so a directory that was copied must not be served from twice.
+//! data directory in claims is of one directory, as a copy is known for one and takes another name.
 
 use std::time::Duration;
 

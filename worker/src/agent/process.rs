@@ -141,6 +141,10 @@ impl Process {
     /// When the child reads no longer, or not what it was sent before.
     pub fn send(&mut self, request: &Request) -> Result<()> {
         let failed = |reason: String| Error::Child { reason };
+        if let (Request::Run(_), Ok(mut tail)) = (request, self.tail.lock()) {
+            // What it wrote of earlier attempts says nothing of how this one ends.
+            tail.clear();
+        }
         let mut line = serde_json::to_vec(request).map_err(|error| failed(error.to_string()))?;
         line.push(b'\n');
         self.requests
