@@ -123,7 +123,7 @@ impl Follower {
     fn keep(&self, mut store: Store) -> Result<(), Trouble> {
         let journal = self.data_dir.join("journal");
         let mut tailing = Tailing::after(Arc::clone(&self.disk), &journal, store.position());
-        let (mut is_shown, mut is_first_gap) = (false, true);
+        let (mut is_shown, mut has_followed) = (false, false);
         while !self.stops() {
             let durable = self.durable.load(Ordering::Acquire);
             if tailing.last() >= durable {
@@ -137,12 +137,15 @@ impl Follower {
             }
             let began = Instant::now();
             if follow(&mut store, &mut tailing, durable)? == Step::Gone {
-                if !std::mem::take(&mut is_first_gap) {
+                // A gap at the start is history; a later one means a rush, in which building anew would cost memory
+                // for a state that is about to change, and be in vain.
+                if has_followed {
                     self.wait(RUSH);
                 }
                 let from = self.after_gap(&mut store, &journal, tailing.last())?;
                 tailing = Tailing::after(Arc::clone(&self.disk), &journal, from);
             }
+            has_followed = true;
             if is_shown {
                 self.shared.reflects.store(store.position(), Ordering::Release);
             }
