@@ -12,6 +12,9 @@ use espalier_chaos::errand::{Ending, Errand};
 use espalier_chaos::ledger::{What, note};
 use espalier_worker::child::protocol::{Reply, Request};
 
+/// How long it goes on without its agent at the most.
+const STUBBORN: Duration = Duration::from_secs(60);
+
 fn main() -> Result<()> {
     let (sender, requests) = sync_channel(4);
     std::thread::spawn(move || {
@@ -60,7 +63,8 @@ fn is_stopped_within(span: Duration, attempt: u64, requests: &Receiver<String>) 
             },
             Err(RecvTimeoutError::Timeout) => return Ok(false),
             Err(RecvTimeoutError::Disconnected) => {
-                sleep(left);
+                // Its agent is gone: a stubborn child, but none that outlives the tests for long.
+                sleep(left.min(STUBBORN));
                 return Ok(false);
             }
         }
@@ -73,7 +77,7 @@ fn run(attempt: u64, errand: &Errand, requests: &Receiver<String>) -> Result<()>
     if errand.brings_process {
         // Nobody here waits for it: it is in this child's process group.
         Command::new("sleep")
-            .arg("86400")
+            .arg("120")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
