@@ -37,6 +37,8 @@ pub struct Follower {
     disk: Arc<dyn Disk>,
     data_dir: PathBuf,
     durable: Arc<AtomicU64>,
+    /// The last frame that was durable before the thread began.
+    history: u64,
     shared: Arc<Shared>,
 }
 
@@ -45,6 +47,7 @@ impl Follower {
         Self {
             disk,
             data_dir: data_dir.to_owned(),
+            history: durable.load(Ordering::Acquire),
             durable,
             shared,
         }
@@ -123,7 +126,7 @@ impl Follower {
     fn keep(&self, mut store: Store) -> Result<(), Trouble> {
         let journal = self.data_dir.join("journal");
         let mut tailing = Tailing::after(Arc::clone(&self.disk), &journal, store.position());
-        let (mut is_shown, mut has_followed) = (false, false);
+        let mut is_shown = false;
         while !self.stops() {
             let durable = self.durable.load(Ordering::Acquire);
             if tailing.last() >= durable {
@@ -137,15 +140,14 @@ impl Follower {
             }
             let began = Instant::now();
             if follow(&mut store, &mut tailing, durable)? == Step::Gone {
-                // A gap at the start is history; a later one means a rush, in which building anew would cost memory
-                // for a state that is about to change, and be in vain.
-                if has_followed {
+                // What was there at the start is history; a gap after it means a rush, in which building anew would
+                // cost memory for a state that is about to change, and be in vain.
+                if tailing.last() >= self.history {
                     self.wait(RUSH);
                 }
                 let from = self.after_gap(&mut store, &journal, tailing.last())?;
                 tailing = Tailing::after(Arc::clone(&self.disk), &journal, from);
             }
-            has_followed = true;
             if is_shown {
                 self.shared.reflects.store(store.position(), Ordering::Release);
             }
