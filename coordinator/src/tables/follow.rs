@@ -16,6 +16,8 @@ use crate::journal::disk::Disk;
 use crate::journal::{self, Fold, Step, Tailing};
 use crate::scheduler::{Event, State};
 
+/// Frames since the start that mean a rush.
+const RUSH_FRAMES: u64 = 4096;
 /// How often the journal is looked at.
 const INTERVAL: Duration = Duration::from_millis(100);
 /// Of the time that work takes, this many times as much is left to others: the tables can wait.
@@ -140,9 +142,9 @@ impl Follower {
             }
             let began = Instant::now();
             if follow(&mut store, &mut tailing, durable)? == Step::Gone {
-                // What was there at the start is history; a gap after it means a rush, in which building anew would
-                // cost memory for a state that is about to change, and be in vain.
-                if tailing.last() >= self.history {
+                // What was there at the start is history; where much came since, there is a rush, in which building
+                // anew would cost memory for a state that is about to change, and be in vain.
+                if durable.saturating_sub(self.history) > RUSH_FRAMES {
                     self.wait(RUSH);
                 }
                 let from = self.after_gap(&mut store, &journal, tailing.last())?;
