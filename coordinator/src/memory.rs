@@ -2,8 +2,8 @@
 
 /// Has freed memory go back to the system rather than be kept for each thread: a coordinator is to stay small
 /// beside whatever else its host does, and its large buffers (a stage's frame, an archive) are short-lived. For
-/// processes that are nothing but a coordinator; call it early. Does nothing where the C
-/// library is not glibc (mallopt(3) has the options).
+/// processes that are nothing but a coordinator; call it early. Does nothing where the C library is not glibc
+/// (mallopt(3) has the options).
 pub fn stay_small() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
