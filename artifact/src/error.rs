@@ -1,5 +1,6 @@
 //! What can go wrong with artifacts.
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -118,6 +119,21 @@ pub enum Error {
         /// What the runtime said.
         reason: String,
     },
+}
+
+impl Error {
+    /// Whether what holds the store, or what may be taken of it, is full.
+    pub fn is_full(&self) -> bool {
+        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(self);
+        while let Some(error) = cause {
+            let kind = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
+            if matches!(kind, Some(ErrorKind::StorageFull | ErrorKind::QuotaExceeded)) {
+                return true;
+            }
+            cause = error.source();
+        }
+        false
+    }
 }
 
 /// A result whose error is this crate's.

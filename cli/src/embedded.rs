@@ -37,7 +37,10 @@ pub(crate) async fn run(arguments: Run, logging: &Logging) -> anyhow::Result<()>
     let mut options = CoordinatorOptions::new(state.directory.path());
     options.listen.set_port(0);
     let mut signals = Signals::new()?;
-    let coordinator = Coordinator::start(options).await?;
+    let coordinator = tokio::select! {
+        started = Coordinator::start(options) => started?,
+        () = signals.next() => return Err(failure::interrupted()),
+    };
     let mut workers = Workers {
         logging: logging.arguments(),
         slots: Vec::new(),

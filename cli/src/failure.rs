@@ -99,10 +99,7 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
 
 /// Whether nobody answered, as while a coordinator is restarted.
 pub(crate) fn is_away(error: &anyhow::Error) -> bool {
-    matches!(
-        error.downcast_ref::<Error>(),
-        Some(Error::Unreachable { .. } | Error::Timeout { .. })
-    )
+    error.downcast_ref::<Error>().is_some_and(Error::is_away)
 }
 
 /// Whether the user ended it.

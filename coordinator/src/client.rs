@@ -289,9 +289,7 @@ impl Following {
 
     /// Opens the stream again; gives `error` back when it is no lost connection or time is up.
     async fn reconnect(&mut self, mut error: Error, lost_at: Instant) -> Result<()> {
-        while matches!(error, Error::Unreachable { .. } | Error::Timeout { .. })
-            && lost_at.elapsed() < RECONNECTING
-        {
+        while error.is_away() && lost_at.elapsed() < RECONNECTING {
             tokio::time::sleep(BETWEEN_ATTEMPTS).await;
             let job_id = self.job_id.clone();
             match self.client.watch(&job_id, 0).await {

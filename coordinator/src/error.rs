@@ -3,6 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::journal;
+
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -21,7 +23,7 @@ pub enum Error {
     },
     /// The journal cannot be used as it is.
     #[error(transparent)]
-    Journal(#[from] crate::journal::Error),
+    Journal(#[from] journal::Error),
     /// The data directory belongs to another coordinator.
     #[error("data directory {} is in use by another coordinator: stop it, or choose another directory", path.display())]
     InUse {
@@ -85,4 +87,25 @@ pub enum Error {
     /// Anything else.
     #[error("{0}")]
     Internal(String),
+}
+
+impl Error {
+    /// Whether nobody answers, or one who cannot begin for want of room: as while a coordinator is restarted.
+    pub fn is_away(&self) -> bool {
+        matches!(
+            self,
+            Self::Unreachable { .. } | Self::Timeout { .. } | Self::Exhausted(_)
+        )
+    }
+
+    /// Whether room is all that is missing, on a disk or in a store: later it may be there.
+    pub(crate) fn is_full(&self) -> bool {
+        match self {
+            Self::File { source, .. } | Self::Journal(journal::Error::Io { source, .. }) => {
+                journal::is_full(source)
+            }
+            Self::Journal(journal::Error::Full { .. }) | Self::Exhausted(_) => true,
+            _ => false,
+        }
+    }
 }

@@ -35,7 +35,7 @@ pub use replay::{Fold, Found, read};
 pub use sealed::{Fault, Seal};
 pub use segment::{End, Visit, list as segments, read as read_frames};
 pub use snapshot::{DAMAGED, Due, list as snapshots, read as read_snapshot};
-pub use writer::{Journal, Options};
+pub use writer::{Journal, Options, check_room, is_full};
 
 /// Whether a journal holds no snapshot and no frame. A start that failed may have left the file for its first.
 ///

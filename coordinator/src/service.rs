@@ -16,6 +16,7 @@ mod options;
 mod outcome;
 pub mod owner;
 mod planner;
+mod room;
 mod serve;
 mod start;
 mod store;

@@ -3,12 +3,19 @@
 
 mod common;
 
+use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
-use common::Crowd;
-use common::bench::{Bench, assigned, messages};
+use common::bench::{Bench, Filling, assigned, messages};
+use common::{Crowd, DEADLINE, FakeWorker, Place, Story, client};
+use espalier_coordinator::client::Client;
 use espalier_coordinator::service::owner::{Report, Request};
+use espalier_coordinator::{Coordinator, Error};
 use espalier_proto::v1::coordinator_message::Message;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 use tonic::Code;
 
 #[test]
@@ -114,4 +121,97 @@ fn tasks_that_wait_while_the_disk_is_full_cut_no_worker_off() {
     bench.wait(3_000);
     bench.turn(vec![Request::Tick]);
     assert!(assigned(&messages(&mut inbox)).is_some());
+}
+
+#[test]
+fn a_disk_that_others_filled_is_noticed_before_anybody_asks_for_anything() {
+    let mut bench = Bench::new(Crowd(1));
+    bench.turn(vec![Request::Tick]);
+    bench.disk.full.store(true, Ordering::Relaxed);
+    bench.wait(5_000);
+    bench.turn(vec![Request::Tick]);
+    assert!(
+        bench.owner.is_full(),
+        "nobody has written, and it is said to have room"
+    );
+    bench.disk.full.store(false, Ordering::Relaxed);
+    bench.wait(5_000);
+    bench.turn(vec![Request::Tick]);
+    assert!(!bench.owner.is_full());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_start_on_a_full_disk_waits_for_room_and_says_so() {
+    let place = Place::new();
+    let before = place.coordinator().await;
+    let accepted = client(&before).await.submit(place.spec(), "").await.unwrap().0;
+    let worker = FakeWorker::connect(&before, "worker", 1, Vec::new()).await;
+    before.shutdown(DEADLINE).await.unwrap();
+    drop(worker);
+
+    let mut options = place.options();
+    options.listen = free_address();
+    let address = options.listen;
+    let disk = Filling::default();
+    disk.full.store(true, Ordering::Relaxed);
+    let starting = tokio::spawn(Coordinator::start_on(
+        options,
+        Arc::new(Story),
+        Arc::new(disk.clone()),
+    ));
+    let began = Instant::now();
+    loop {
+        let ready = match TcpStream::connect(address).await {
+            Ok(stream) => page(stream, "/readyz").await,
+            Err(_) => String::new(),
+        };
+        if ready.contains("503") && ready.contains("free some space") {
+            break;
+        }
+        assert!(!starting.is_finished(), "{:?}", starting.await);
+        assert!(began.elapsed() < DEADLINE, "no reason is said: {ready}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let alive = page(TcpStream::connect(address).await.unwrap(), "/healthz").await;
+    assert!(
+        alive.contains("200"),
+        "it would be restarted for nothing: {alive}"
+    );
+    let metrics = page(TcpStream::connect(address).await.unwrap(), "/metrics").await;
+    assert!(metrics.contains("espalier_disk_full 1"), "{metrics}");
+    let endpoint = format!("http://{address}");
+    let mut asking = Client::connect(&endpoint, DEADLINE).await.unwrap();
+    let refused = asking.submit(place.spec(), "other").await.unwrap_err();
+    assert!(matches!(refused, Error::Exhausted(_)), "{refused}");
+
+    disk.full.store(false, Ordering::Relaxed);
+    let started = tokio::time::timeout(DEADLINE, starting).await.unwrap();
+    let coordinator = started.unwrap().unwrap();
+    let ready = page(TcpStream::connect(address).await.unwrap(), "/readyz").await;
+    assert!(ready.contains("200"), "{ready}");
+    let metrics = page(TcpStream::connect(address).await.unwrap(), "/metrics").await;
+    assert!(metrics.contains("espalier_disk_full 0"), "{metrics}");
+    let (jobs, _) = asking.list(10, "", &[]).await.unwrap();
+    assert_eq!(jobs.len(), 1, "what was refused was taken all the same");
+    assert_eq!(jobs.first().unwrap().id, accepted.id);
+    coordinator.shutdown(DEADLINE).await.unwrap();
+}
+
+/// An address that nobody listens on.
+fn free_address() -> SocketAddr {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    free.local_addr().unwrap()
+}
+
+/// The whole answer, status and headers too.
+async fn page(mut stream: TcpStream, path: &str) -> String {
+    let request = format!("GET {path} HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    let read = stream.read_to_string(&mut answer);
+    tokio::time::timeout(DEADLINE, read)
+        .await
+        .expect("no answer")
+        .unwrap();
+    answer
 }

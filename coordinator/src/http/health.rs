@@ -3,8 +3,8 @@
 //! The loop notes what it does in [`Vitals`], a few atomics; probes read them without asking the loop, so
 //! that one that is stuck is seen.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use axum::Json;
@@ -30,6 +30,7 @@ struct Inner {
     replayed: AtomicBool,
     authority: AtomicBool,
     disk_full: AtomicBool,
+    waits_for_room: Mutex<Option<String>>,
 }
 
 impl Default for Vitals {
@@ -41,6 +42,7 @@ impl Default for Vitals {
             replayed: AtomicBool::new(false),
             authority: AtomicBool::new(true),
             disk_full: AtomicBool::new(false),
+            waits_for_room: Mutex::new(None),
         }))
     }
 }
@@ -73,6 +75,24 @@ impl Vitals {
         self.0.disk_full.store(full, Ordering::Relaxed);
     }
 
+    /// Why the coordinator cannot begin before there is room; none once it can.
+    pub fn waits_for_room(&self, reason: Option<String>) {
+        self.set_disk_full(reason.is_some());
+        *self.waiting() = reason;
+    }
+
+    /// See [`Vitals::waits_for_room`].
+    pub fn lacks_room(&self) -> Option<String> {
+        self.waiting().clone()
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Option<String>> {
+        self.0
+            .waits_for_room
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Whether the journal's disk is full.
     pub fn is_disk_full(&self) -> bool {
         self.0.disk_full.load(Ordering::Relaxed)
@@ -97,6 +117,9 @@ impl Vitals {
     /// Whether jobs and results are taken; the reason when they are not.
     pub fn ready(&self) -> Result<(), String> {
         self.alive()?;
+        if let Some(reason) = self.lacks_room() {
+            return Err(reason);
+        }
         if !self.is_replayed() {
             return Err("the journal is being replayed".to_owned());
         }

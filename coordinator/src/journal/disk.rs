@@ -4,10 +4,12 @@
 //! before it is synced: a file's bytes by [`DiskFile::sync`], its name by [`Disk::sync_directory`]. Here
 //! live no file names and no formats.
 
-use std::ffi::OsString;
+use std::ffi::{CString, OsString};
 use std::fmt::Debug;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::mem::MaybeUninit;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 /// What [`Disk::write_whole`] adds to the name of a file that is not whole yet.
@@ -73,6 +75,14 @@ pub trait Disk: Debug + Send + Sync {
     /// # Errors
     /// When one cannot be made.
     fn create_directory(&self, directory: &Path) -> io::Result<()>;
+
+    /// How much can still be written below a directory, as far as the disk tells: all there is, unless it does.
+    ///
+    /// # Errors
+    /// When it is missing or the disk does not say.
+    fn free_bytes(&self, _directory: &Path) -> io::Result<u64> {
+        Ok(u64::MAX)
+    }
 
     /// Writes a file whole or not at all, durable when this returns: what had the name stays until then.
     ///
@@ -171,6 +181,19 @@ impl Disk for SystemDisk {
 
     fn create_directory(&self, directory: &Path) -> io::Result<()> {
         fs::create_dir_all(directory)
+    }
+
+    fn free_bytes(&self, directory: &Path) -> io::Result<u64> {
+        let path = CString::new(directory.as_os_str().as_bytes())?;
+        let mut said = MaybeUninit::<libc::statvfs>::uninit();
+        // SAFETY: `path` ends with a null byte, and `said` is written before it is read, if this gives 0.
+        let said = unsafe {
+            if libc::statvfs(path.as_ptr(), said.as_mut_ptr()) != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            said.assume_init()
+        };
+        Ok(said.f_bavail.saturating_mul(said.f_frsize))
     }
 }
 

@@ -13,7 +13,7 @@ use super::snapshot::{self, Due};
 use super::{Error, frame, io_error, segment};
 
 /// What [`Journal::check_room`] asks for.
-const ROOM_BYTES: usize = 64 << 10;
+const ROOM_BYTES: u64 = 64 << 10;
 
 /// How a journal is kept.
 #[derive(Debug, Clone)]
@@ -123,23 +123,13 @@ impl Journal {
     /// # Errors
     /// [`Error::Full`] when there is none, any other when the disk cannot be written.
     pub fn check_room(&self) -> Result<(), Error> {
-        let mut path = self.directory.join("room").into_os_string();
-        // Removed at the next start, should this one end in between.
-        path.push(PARTIAL);
-        let path = PathBuf::from(path);
-        let refused = |source| match is_full(&source) {
-            true => Error::Full {
-                path: self.path.clone(),
-            },
-            false => io_error("write", &path)(source),
-        };
-        // One that could not be removed is in the way.
-        let _ = self.disk.remove(&path);
-        let mut file = self.disk.create(&path).map_err(refused)?;
-        let written = file.append(&[b' '; ROOM_BYTES]).and_then(|()| file.sync());
-        drop(file);
-        let removed = self.disk.remove(&path);
-        written.and(removed).map_err(refused)
+        check_room(self.disk.as_ref(), &self.directory)
+    }
+
+    /// Whether the disk says that it has little room left, without being tried: only [`Journal::check_room`] knows.
+    pub fn seems_full(&self) -> bool {
+        let free = self.disk.free_bytes(&self.directory);
+        free.is_ok_and(|free| free < ROOM_BYTES)
     }
 
     /// The last frame that is durable; 0 before the first.
@@ -302,7 +292,33 @@ impl Journal {
     }
 }
 
-fn is_full(error: &io::Error) -> bool {
+/// As [`Journal::check_room`], of a journal that nobody has opened.
+///
+/// # Errors
+/// As [`Journal::check_room`].
+pub fn check_room(disk: &dyn Disk, directory: &Path) -> Result<(), Error> {
+    let mut path = directory.join("room").into_os_string();
+    // Removed at the next start, should this one end in between.
+    path.push(PARTIAL);
+    let path = PathBuf::from(path);
+    let refused = |source| match is_full(&source) {
+        true => Error::Full {
+            path: directory.to_owned(),
+        },
+        false => io_error("write", &path)(source),
+    };
+    // One that could not be removed is in the way.
+    let _ = disk.remove(&path);
+    let mut file = disk.create(&path).map_err(refused)?;
+    let room = vec![b' '; usize::try_from(ROOM_BYTES).unwrap_or(usize::MAX)];
+    let written = file.append(&room).and_then(|()| file.sync());
+    drop(file);
+    let removed = disk.remove(&path);
+    written.and(removed).map_err(refused)
+}
+
+/// Whether this says that there is no room, on the disk or in what one may take of it.
+pub fn is_full(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge

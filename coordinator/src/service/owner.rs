@@ -107,6 +107,8 @@ pub struct Owner {
     writing: BTreeSet<JobId>,
     archiving: archive::Archiving,
     full_until: Option<Duration>,
+    /// When the disk is next asked for its room.
+    looks_at: Duration,
     /// While the disk is full: the state before the turn, as most turns will have to be taken back.
     before: Option<Box<State>>,
     /// When silence was last looked for.
@@ -216,6 +218,7 @@ impl Owner {
             writing: BTreeSet::new(),
             archiving: archive::Archiving::default(),
             full_until: None,
+            looks_at: started,
             before: None,
             listened: started,
             stopping: false,

@@ -14,12 +14,14 @@ use tokio_util::task::TaskTracker;
 
 use super::inbox::Inbox;
 use super::owner::{Owner, Request};
+use super::room::Room;
 use super::serve::{Shown, serve};
 use super::surroundings::{BlockingThreads, Clock, Surroundings, SystemClock};
 use super::turns::{run, tick};
 use super::{CoordinatorOptions, Handle, PipelinePlanner, Planner, store};
 use crate::collect::{self, Collector};
-use crate::journal::{self, disk::SystemDisk};
+use crate::journal;
+use crate::journal::disk::{Disk, SystemDisk};
 use crate::lock::DirectoryLock;
 use crate::logs::{self, Logs};
 use crate::metrics::Metrics;
@@ -42,6 +44,13 @@ struct Ready {
     progress: shipping::Progress,
     shipping: Option<shipping::Prepared>,
     collector: Collector,
+}
+
+/// What a coordinator is made from.
+struct Base {
+    options: CoordinatorOptions,
+    planner: Arc<dyn Planner>,
+    disk: Arc<dyn Disk>,
 }
 
 /// What ends a loop's thread, and what it says of its end.
@@ -67,6 +76,18 @@ impl Coordinator {
     /// # Errors
     /// As [`Coordinator::start`].
     pub async fn start_with(options: CoordinatorOptions, planner: Arc<dyn Planner>) -> Result<Handle> {
+        Self::start_on(options, planner, Arc::new(SystemDisk)).await
+    }
+
+    /// The same, with another disk under the journal.
+    ///
+    /// # Errors
+    /// As [`Coordinator::start`].
+    pub async fn start_on(
+        options: CoordinatorOptions,
+        planner: Arc<dyn Planner>,
+        disk: Arc<dyn Disk>,
+    ) -> Result<Handle> {
         let (listener, address) = listen(options.listen).await?;
         let lock = DirectoryLock::of(&options.data_dir)?;
         let (logs, log_writer) = keep_logs(options.data_dir.join("logs")).await?;
@@ -86,7 +107,12 @@ impl Coordinator {
         let (failure, failed) = signal::channel(None);
         let over = CancellationToken::new();
         let ends = Ends { lock, failure, over };
-        let began = match make_ready(options, planner, &tables, &requests, &shown).await {
+        let base = Base {
+            options,
+            planner,
+            disk,
+        };
+        let began = match ready_with_room(&base, &tables, &requests, &shown).await {
             Ok(ready) => begin(ready, ends, inbox, &shown),
             Err(error) => Err(error),
         };
@@ -138,17 +164,40 @@ async fn keep_logs(directory: PathBuf) -> Result<(Logs, thread::JoinHandle<()>)>
     .await
 }
 
-/// Replays the journal, from the store where there is none, and claims a term.
-async fn make_ready(
-    options: CoordinatorOptions,
-    planner: Arc<dyn Planner>,
+/// Makes ready as soon as there is room for it, and again where there was less than it takes.
+async fn ready_with_room(
+    base: &Base,
     tables: &Tables,
     requests: &mpsc::Sender<Request>,
     shown: &Shown,
 ) -> Result<Ready> {
+    let mut room = Room::new(Arc::clone(&base.disk), base.options.data_dir.join("journal"));
+    loop {
+        let ready = match room.check().await {
+            Ok(()) => make_ready(base, tables, requests, shown).await,
+            Err(full) => Err(full),
+        };
+        match ready {
+            Err(error) if error.is_full() => room.wait(shown, &error).await,
+            ready => {
+                room.found(shown);
+                return ready;
+            }
+        }
+    }
+}
+
+/// Replays the journal, from the store where there is none, and claims a term.
+async fn make_ready(
+    base: &Base,
+    tables: &Tables,
+    requests: &mpsc::Sender<Request>,
+    shown: &Shown,
+) -> Result<Ready> {
+    let options = &base.options;
     let clock = Arc::new(SystemClock::default());
-    let store = store::open(&options)?;
-    let shipping = prepare_shipping(&options, &store, Arc::clone(&clock)).await?;
+    let store = store::open(options)?;
+    let shipping = prepare_shipping(options, &store, Arc::clone(&clock)).await?;
     let data_dir = options.data_dir.clone();
     blocking(move || refuse_lost_journal(&data_dir)).await?;
     let fence: Arc<dyn Fence> = match &shipping {
@@ -163,15 +212,15 @@ async fn make_ready(
     let surroundings = Surroundings {
         clock: Arc::clone(&clock) as Arc<dyn Clock>,
         beside: Arc::new(beside),
-        disk: Arc::new(SystemDisk),
+        disk: Arc::clone(&base.disk),
         tables: tables.clone(),
         store: store.location(),
-        store_id: store::identify(&options, &store).await?,
+        store_id: store::identify(options, &store).await?,
         witness: None,
     };
     let (clock, metrics) = (clock as Arc<dyn Clock>, shown.metrics.clone());
-    let collector = Collector::new(store, collecting(&options), Arc::clone(&fence), clock, metrics);
-    let data_dir = options.data_dir.clone();
+    let collector = Collector::new(store, collecting(options), Arc::clone(&fence), clock, metrics);
+    let (options, planner) = (options.clone(), Arc::clone(&base.planner));
     let (owner, shipping) = blocking(move || {
         let owner = Owner::open_fenced(options, planner, surroundings, fence)?;
         if let Some(prepared) = &shipping {
@@ -183,7 +232,7 @@ async fn make_ready(
     let owner = owner.seen_by(shown.metrics.clone(), shown.logs.clone());
     let progress = shipping::Progress::default();
     progress.durable(owner.durable());
-    let tables_writer = start_tables(tables, &data_dir, &owner)?;
+    let tables_writer = start_tables(tables, base, &owner)?;
     Ok(Ready {
         owner,
         tables_writer,
@@ -216,8 +265,8 @@ fn refuse_lost_journal(data_dir: &Path) -> Result<()> {
     )))
 }
 
-fn start_tables(tables: &Tables, data_dir: &Path, owner: &Owner) -> Result<tables::Writer> {
-    let started = tables.start(Arc::new(SystemDisk), data_dir, owner.position());
+fn start_tables(tables: &Tables, base: &Base, owner: &Owner) -> Result<tables::Writer> {
+    let started = tables.start(Arc::clone(&base.disk), &base.options.data_dir, owner.position());
     started.map_err(|error| Error::Internal(format!("the tables' thread cannot be started: {error}")))
 }
 

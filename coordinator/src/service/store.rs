@@ -70,5 +70,10 @@ fn refused(error: &espalier_artifact::Error, data_dir: &Path) -> Error {
         ),
         _ => String::new(),
     };
-    Error::Invalid(format!("store: {error}{remedy}"))
+    let told = format!("store: {error}{remedy}");
+    if error.is_full() {
+        Error::Exhausted(told)
+    } else {
+        Error::Invalid(told)
+    }
 }

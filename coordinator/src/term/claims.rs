@@ -218,5 +218,10 @@ impl Claims {
 }
 
 pub(crate) fn store_error(error: espalier_artifact::Error) -> Error {
-    Error::Invalid(format!("store: {error}"))
+    let told = format!("store: {error}");
+    if error.is_full() {
+        Error::Exhausted(told)
+    } else {
+        Error::Invalid(told)
+    }
 }

@@ -86,6 +86,10 @@ impl Disk for Filling {
     fn create_directory(&self, directory: &Path) -> io::Result<()> {
         SystemDisk.create_directory(directory)
     }
+
+    fn free_bytes(&self, _: &Path) -> io::Result<u64> {
+        Ok(self.room().map_or(0, |()| u64::MAX))
+    }
 }
 
 impl DiskFile for FillingFile {

@@ -58,6 +58,7 @@ impl Owner {
             Err(error) => return Err(error.into()),
         }
         if ticked {
+            self.look_for_room();
             self.publish();
             self.stand();
             self.archive();
@@ -125,6 +126,22 @@ impl Owner {
                 self.full_until = Some(elapsed.saturating_add(FULL_PAUSE));
                 true
             }
+        }
+    }
+
+    /// A disk that others filled up is noticed before somebody's turn does not fit.
+    fn look_for_room(&mut self) {
+        let elapsed = self.surroundings.clock.elapsed();
+        if self.full_until.is_some() || elapsed < self.looks_at {
+            return;
+        }
+        self.looks_at = elapsed.saturating_add(FULL_PAUSE);
+        if !self.journal.seems_full() {
+            return;
+        }
+        if let Err(error @ journal::Error::Full { .. }) = self.journal.check_room() {
+            tracing::error!(%error, "nothing new is taken until there is room");
+            self.full_until = Some(self.looks_at);
         }
     }
 
