@@ -4,7 +4,9 @@
 //! like the right one. What is put there is lost to everybody else, so a store is never taken on its name alone.
 
 use std::hash::{BuildHasher, Hasher};
+use std::path::Path;
 
+use bytes::Bytes;
 use object_store::path::Path as Key;
 
 use crate::sealed::{seal, unseal};
@@ -20,6 +22,27 @@ pub(crate) fn foreign(location: &str, reason: &str) -> Error {
     }
 }
 
+/// The id of the store that a directory is; none where no coordinator has used it, or there is none.
+///
+/// # Errors
+/// When it cannot be read, or [`Error::DamagedObject`].
+pub fn id_of_directory(directory: &Path) -> Result<Option<String>> {
+    let path = directory.join(KEY);
+    match std::fs::read(&path) {
+        Ok(sealed) => id_in(sealed.into(), &directory.to_string_lossy()).map(Some),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(Error::Io { path, source }),
+    }
+}
+
+fn id_in(sealed: Bytes, location: &str) -> Result<String> {
+    let id = unseal(&sealed).and_then(|content| String::from_utf8(content.to_vec()).ok());
+    id.ok_or_else(|| Error::DamagedObject {
+        key: KEY.to_owned(),
+        location: location.to_owned(),
+    })
+}
+
 impl ArtifactStore {
     /// The store's id; none where no coordinator has used it yet.
     ///
@@ -29,11 +52,7 @@ impl ArtifactStore {
         let Some(sealed) = self.objects.get(&Key::from(KEY)).await? else {
             return Ok(None);
         };
-        let id = unseal(&sealed).and_then(|content| String::from_utf8(content.to_vec()).ok());
-        id.map(Some).ok_or_else(|| Error::DamagedObject {
-            key: KEY.to_owned(),
-            location: self.location(),
-        })
+        id_in(sealed, &self.location()).map(Some)
     }
 
     /// The store's id, which is made where there is none. Of any number that make it at once all get the same.

@@ -133,7 +133,11 @@ fn code_of_coordinator(error: &Error) -> u8 {
             ErrorKind::PermissionDenied => 5,
             _ => 2,
         },
-        Error::Exhausted(_) | Error::File { .. } | Error::Journal(_) | Error::Internal(_) => MACHINE,
+        Error::Exhausted(_)
+        | Error::File { .. }
+        | Error::StoreId { .. }
+        | Error::Journal(_)
+        | Error::Internal(_) => MACHINE,
     }
 }
 

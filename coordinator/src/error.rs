@@ -1,7 +1,7 @@
 //! What can go wrong in a coordinator or in talking to one.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::journal;
 
@@ -28,6 +28,16 @@ pub enum Error {
     #[error("data directory {} is in use by another coordinator: stop it, or choose another directory", path.display())]
     InUse {
         /// The directory.
+        path: PathBuf,
+    },
+    /// What should name the artifact store names none.
+    #[error(
+        "{} is damaged: it holds no id of an artifact store: set it aside by `espalier doctor repair --data-dir {}`, \
+         and the store that the coordinator is started with is taken for the right one",
+        path.display(), path.parent().unwrap_or_else(|| Path::new(".")).display()
+    )]
+    StoreId {
+        /// The file.
         path: PathBuf,
     },
     /// The address cannot be listened on.

@@ -42,7 +42,7 @@ pub use writer::{Journal, Options, check_room, is_full};
 /// # Errors
 /// When the directory cannot be read.
 pub fn is_empty(disk: &dyn Disk, directory: &Path) -> Result<bool, Error> {
-    if !directory.exists() {
+    if matches!(disk.list(directory), Err(error) if error.kind() == io::ErrorKind::NotFound) {
         return Ok(true);
     }
     if !snapshots(disk, directory)?.is_empty() {

@@ -18,6 +18,7 @@ pub mod logs;
 pub mod memory;
 pub mod metrics;
 pub mod pipeline;
+mod remains;
 pub mod report;
 pub mod scheduler;
 pub mod service;

@@ -11,15 +11,22 @@ use crate::{failure, output};
 
 pub(crate) fn run(command: DoctorCommand) -> anyhow::Result<()> {
     match command {
-        DoctorCommand::Check(arguments) => tell(&doctor::check(&arguments.data_dir)?, &arguments),
-        DoctorCommand::Repair(arguments) => tell(&doctor::repair(&arguments.data_dir)?, &arguments),
+        DoctorCommand::Check(arguments) => {
+            let data_dir = arguments.data_dir.display();
+            let remedy = format!("run `espalier doctor repair --data-dir {data_dir}`");
+            tell(&doctor::check(&arguments.data_dir)?, arguments.format, &remedy)
+        }
+        DoctorCommand::Repair(arguments) => {
+            let remedy = "what is left to do is said above";
+            tell(&doctor::repair(&arguments.data_dir)?, arguments.format, remedy)
+        }
         DoctorCommand::Export(arguments) => export(&arguments),
     }
 }
 
-fn tell(report: &Report, arguments: &DataDir) -> anyhow::Result<()> {
+fn tell(report: &Report, format: Format, remedy: &str) -> anyhow::Result<()> {
     let value = serde_json::to_value(report)?;
-    match arguments.format {
+    match format {
         Format::Json => output::print_json(&value)?,
         Format::Yaml => output::print(&output::yaml(&value)?)?,
         Format::Table | Format::Wide => output::print(&text(report))?,
@@ -28,8 +35,7 @@ fn tell(report: &Report, arguments: &DataDir) -> anyhow::Result<()> {
         return Ok(());
     }
     Err(failure::job(format!(
-        "a coordinator would not start on it: run `espalier doctor repair --data-dir {}`",
-        arguments.data_dir.display()
+        "a coordinator would not start on it: {remedy}"
     )))
 }
 
@@ -51,9 +57,12 @@ fn text(report: &Report) -> String {
     }
     let _ = writeln!(
         text,
-        "{} up to frame {}; {} snapshots, {} segments and {} archives are there",
-        if report.starts { "starts" } else { "does not start" },
-        report.last_frame,
+        "{}; {} snapshots, {} segments and {} archives are there",
+        if report.starts {
+            format!("starts, up to frame {}", report.last_frame)
+        } else {
+            "does not start".to_owned()
+        },
         report.snapshots,
         report.segments,
         report.archives

@@ -1,5 +1,8 @@
 //! Finding out what is wrong, changing nothing.
 
+use std::ffi::CString;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,7 +13,7 @@ use crate::journal::{self, Fold};
 use crate::lock::DirectoryLock;
 use crate::scheduler::State;
 use crate::shipping::CLAIMANT_FILE;
-use crate::{Error, Result, tables};
+use crate::{Error, Result, remains, tables};
 
 const STORE_HAS_IT: &str = "the journal was shipped to the store that the coordinator ran with (--store): start it \
      with an empty data directory and the same --store and --cluster, and it goes on from there. A repaired one is \
@@ -21,7 +24,7 @@ const STORE_HAS_IT: &str = "the journal was shipped to the store that the coordi
 /// # Errors
 /// When the directory is missing, in use, or cannot be read. What is damaged is a finding, not an error.
 pub fn check(data_dir: &Path) -> Result<Report> {
-    let _lock = DirectoryLock::of_existing(data_dir)?;
+    let _lock = DirectoryLock::to_look_at(data_dir)?;
     check_on(&(Arc::new(SystemDisk) as Arc<dyn Disk>), data_dir)
 }
 
@@ -41,8 +44,18 @@ pub fn check_on(disk: &Arc<dyn Disk>, data_dir: &Path) -> Result<Report> {
         check_frames(disk.as_ref(), &directory, &mut report)?;
     }
     check_archives(disk, data_dir, &mut report)?;
+    check_remains(disk.as_ref(), data_dir, &mut report)?;
     tell_of_store(disk.as_ref(), data_dir, &mut report);
-    if let Err(problem) = tables::probe(data_dir) {
+    check_store_id(disk.as_ref(), data_dir, &mut report);
+    // Looking at tables may write to them.
+    if !can_be_written(data_dir) {
+        let tables = data_dir.join(tables::DIRECTORY);
+        report.find(
+            &tables,
+            "the tables were not looked at: nothing can be written here",
+            false,
+        );
+    } else if let Err(problem) = tables::probe(data_dir) {
         let problem = format!("{problem}: they are set aside and built anew at the next start");
         report.find(&data_dir.join(tables::DIRECTORY), problem, false);
     }
@@ -65,6 +78,12 @@ fn check_start(disk: &dyn Disk, directory: &Path, report: &mut Report) -> Result
             }
             Ok(())
         }
+        Err(journal::Error::Io { path, source, .. }) if is_directory(&source) => {
+            let problem =
+                "a directory lies where a file of the journal should: nothing can be read from there on";
+            report.find(&path, problem, true);
+            Ok(())
+        }
         Err(error @ journal::Error::Io { .. }) => Err(error.into()),
         Err(error) => {
             let path = match &error {
@@ -75,6 +94,58 @@ fn check_start(disk: &dyn Disk, directory: &Path, report: &mut Report) -> Result
             Ok(())
         }
     }
+}
+
+pub(super) fn is_directory(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::IsADirectory
+}
+
+/// A journal that holds nothing where others left something is refused, unless it was shipped to a store.
+fn check_remains(disk: &dyn Disk, data_dir: &Path, report: &mut Report) -> Result<()> {
+    if report.last_frame > 0 || report.findings.iter().any(|finding| finding.fatal) {
+        return Ok(());
+    }
+    let Some(other) = remains::of_lost_journal(disk, data_dir)? else {
+        return Ok(());
+    };
+    let was_shipped = disk.read(&data_dir.join(CLAIMANT_FILE)).is_ok();
+    let problem = format!(
+        "holds nothing, but {} was left by one that did{}",
+        other.display(),
+        if was_shipped {
+            ": a start with the --store it was shipped to builds it anew"
+        } else {
+            ""
+        }
+    );
+    report.find(&data_dir.join("journal"), problem, !was_shipped);
+    report.starts = was_shipped;
+    Ok(())
+}
+
+/// Which store it was is known here; which one the next start names is known only where there never was a --store.
+fn check_store_id(disk: &dyn Disk, data_dir: &Path, report: &mut Report) {
+    let path = remains::store_id_path(data_dir);
+    let problem = match remains::store_id(disk, data_dir) {
+        Err(error) => error.to_string(),
+        Ok(Some(id)) if disk.read(&data_dir.join(CLAIMANT_FILE)).is_err() => {
+            let own = remains::own_store(data_dir);
+            let found = match espalier_artifact::id_of_directory(&own) {
+                Ok(Some(found)) if found == id => return,
+                Ok(Some(found)) => format!("is store {found}"),
+                Ok(None) => "is no store".to_owned(),
+                Err(error) => format!("cannot be told: {error}"),
+            };
+            format!(
+                "names store {id}, but {} {found}: mount the right one there, or remove this file to take what is \
+                 there in its place",
+                own.display()
+            )
+        }
+        Ok(_) => return,
+    };
+    report.find(&path, problem, true);
+    report.starts = false;
 }
 
 /// Damage is no reason to go on with less where an intact copy was shipped.
@@ -97,6 +168,9 @@ fn check_snapshots(disk: &dyn Disk, directory: &Path, report: &mut Report) -> Re
         match parsed {
             Ok(Ok(())) => report.snapshots = report.snapshots.saturating_add(1),
             Ok(Err(what)) => report.find(&path, format!("the state in it does not parse: {what}"), false),
+            Err(journal::Error::Io { source, .. }) if is_directory(&source) => {
+                report.find(&path, "a directory lies where a snapshot should", false);
+            }
             Err(error @ journal::Error::Io { .. }) => return Err(error.into()),
             Err(error) => report.find(&path, error.to_string(), false),
         }
@@ -111,6 +185,8 @@ fn check_frames(disk: &dyn Disk, directory: &Path, report: &mut Report) -> Resul
     let before = segments.first().map_or(0, |(first, _)| first.saturating_sub(1));
     match journal::read_frames(disk, directory, before, &mut |_, _| Ok(())) {
         Ok(_) => {}
+        // It was found before, where a start would read it.
+        Err(journal::Error::Io { source, .. }) if is_directory(&source) => {}
         Err(error @ journal::Error::Io { .. }) => return Err(error.into()),
         Err(error) => {
             let problem = error.to_string();
@@ -137,4 +213,19 @@ fn check_archives(disk: &Arc<dyn Disk>, data_dir: &Path, report: &mut Report) ->
         }
     }
     Ok(())
+}
+
+fn can_be_written(directory: &Path) -> bool {
+    let Ok(path) = CString::new(directory.as_os_str().as_bytes()) else {
+        return true;
+    };
+    // SAFETY: `path` ends with a null byte.
+    let refused = unsafe { libc::access(path.as_ptr(), libc::W_OK) } != 0;
+    let error = io::Error::last_os_error();
+    // On a disk that is not the machine's there may be no such directory.
+    !(refused
+        && matches!(
+            error.kind(),
+            io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied
+        ))
 }

@@ -35,7 +35,7 @@ struct Line<'a> {
 /// # Errors
 /// When the directory is missing, in use, or cannot be read, or the lines cannot be written.
 pub fn export(data_dir: &Path, out: &mut dyn Write) -> Result<Exported> {
-    let _lock = DirectoryLock::of_existing(data_dir)?;
+    let _lock = DirectoryLock::to_look_at(data_dir)?;
     export_from(&SystemDisk, data_dir, out)
 }
 

@@ -4,16 +4,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::check::is_about_store;
+use super::check::{is_about_store, is_directory};
 use super::{Report, check_on};
 use crate::journal;
 use crate::journal::disk::{Disk, SystemDisk};
 use crate::lock::DirectoryLock;
 use crate::scheduler::State;
-use crate::{Error, Result, tables};
+use crate::{Error, Result, remains, tables};
 
 /// Cuts the journal at the last sound frame before the damage, puts snapshots that cannot be used out of the
-/// way, and sets tables aside that cannot be opened or would be ahead. A coordinator starts afterwards.
+/// way, and sets tables aside that cannot be opened or would be ahead; where no frame is left, everything that tells of
+/// those there were. A coordinator starts afterwards, unless the artifact store is another than it was.
 /// Copies of all of it lie in `repaired-<unix_ms>`. Does nothing when nothing is wrong.
 ///
 /// # Errors
@@ -46,6 +47,14 @@ pub fn repair_on(disk: &Arc<dyn Disk>, data_dir: &Path, unix_ms: u128) -> Result
     }
     if !repair.mended.is_empty() || tables::probe(data_dir).is_err() {
         repair.set_tables_aside(data_dir)?;
+    }
+    repair.set_leftovers_aside(data_dir)?;
+    if matches!(
+        remains::store_id(disk.as_ref(), data_dir),
+        Err(Error::StoreId { .. })
+    ) {
+        let path = remains::store_id_path(data_dir);
+        repair.put_aside(&path, "the store of the next start is taken for the right one")?;
     }
     let mut report = check_on(disk, data_dir)?;
     if !repair.mended.is_empty() {
@@ -86,6 +95,9 @@ impl Repair<'_> {
                     return Ok(());
                 }
                 Err(journal::Error::Damaged { path, offset, .. }) => self.cut(&path, offset)?,
+                Err(journal::Error::Io { path, source, .. }) if is_directory(&source) => {
+                    self.cut(&path, 0)?
+                }
                 Err(journal::Error::NoBase { .. }) => {
                     for path in self.list()? {
                         self.put_aside(&path, "which no snapshot leads to")?;
@@ -167,6 +179,17 @@ impl Repair<'_> {
             return Ok(());
         }
         self.put_aside(&tables, "they are built anew at the next start")
+    }
+
+    /// A start refuses to begin anew beside what an older journal left.
+    fn set_leftovers_aside(&mut self, data_dir: &Path) -> Result<()> {
+        if remains::of_lost_journal(self.disk, data_dir)?.is_none() {
+            return Ok(());
+        }
+        for path in remains::leftovers(self.disk, data_dir) {
+            self.put_aside(&path, "left by a journal of which nothing is left")?;
+        }
+        Ok(())
     }
 
     /// Where the copy of a file goes; makes room for it.

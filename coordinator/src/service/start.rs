@@ -20,7 +20,6 @@ use super::surroundings::{BlockingThreads, Clock, Surroundings, SystemClock};
 use super::turns::{run, tick};
 use super::{CoordinatorOptions, Handle, PipelinePlanner, Planner, store};
 use crate::collect::{self, Collector};
-use crate::journal;
 use crate::journal::disk::{Disk, SystemDisk};
 use crate::lock::DirectoryLock;
 use crate::logs::{self, Logs};
@@ -28,7 +27,7 @@ use crate::metrics::Metrics;
 use crate::shipping;
 use crate::tables::{self, Tables};
 use crate::term::{Fence, OwnDirectory};
-use crate::{Error, Result, http};
+use crate::{Error, Result, http, remains};
 
 /// Requests that may wait for the loop.
 const REQUESTS: usize = 2048;
@@ -242,26 +241,18 @@ async fn make_ready(
     })
 }
 
-/// A journal that holds nothing where other files tell of one was lost: beginning anew would do again what was done,
-/// and mix what both left.
 fn refuse_lost_journal(data_dir: &Path) -> Result<()> {
-    if !journal::is_empty(&SystemDisk, &data_dir.join("journal"))? {
-        return Ok(());
-    }
-    let holds_something = |directory: &str| {
-        let entries = std::fs::read_dir(data_dir.join(directory));
-        entries.is_ok_and(|mut entries| entries.next().is_some())
-    };
-    let mut others = ["archive", tables::DIRECTORY, "logs"].into_iter();
-    let Some(other) = others.find(|directory| holds_something(directory)) else {
+    let Some(other) = remains::of_lost_journal(&SystemDisk, data_dir)? else {
         return Ok(());
     };
-    let (journal, other) = (data_dir.join("journal"), data_dir.join(other));
+    let journal = data_dir.join("journal");
     Err(Error::Conflict(format!(
-        "the journal {} holds nothing, but {} was left by one that did: put the journal back from a backup, or start \
-         with an empty data directory, which is built from the --store where there is one and begins anew otherwise",
+        "the journal {} holds nothing, but {} was left by one that did: put the journal back from a backup; or start \
+         with the --store that it was shipped to, if there is one; or begin anew, once what is left is set aside by \
+         `espalier doctor repair --data-dir {}`",
         journal.display(),
         other.display(),
+        data_dir.display(),
     )))
 }
 

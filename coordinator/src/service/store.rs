@@ -3,22 +3,23 @@
 //! A directory that is not mounted looks like an empty store, in which everything that was done is missing. So
 //! the data directory remembers which store it was, and another is not taken in its place.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use espalier_artifact::ArtifactStore;
 
 use super::CoordinatorOptions;
 use crate::journal::disk::{Disk, SystemDisk};
-use crate::{Error, Result};
-
-/// The id of the store, in the data directory.
-const ID_FILE: &str = "store-id";
+use crate::{Error, Result, remains};
 
 /// Opens the store as workers are told of it, so that a wrong one is found at the start.
 pub(super) fn open(options: &CoordinatorOptions) -> Result<ArtifactStore> {
-    let inside = || options.data_dir.join("artifacts").to_string_lossy().into_owned();
+    let inside = || {
+        remains::own_store(&options.data_dir)
+            .to_string_lossy()
+            .into_owned()
+    };
     let location = options.store.clone().unwrap_or_else(inside);
-    let opened = if remembered(&options.data_dir)?.is_some() {
+    let opened = if remains::store_id(&SystemDisk, &options.data_dir)?.is_some() {
         ArtifactStore::open_existing(&location)
     } else {
         ArtifactStore::open(&location)
@@ -29,12 +30,12 @@ pub(super) fn open(options: &CoordinatorOptions) -> Result<ArtifactStore> {
 /// The store's id, which workers are told; the first coordinator on it makes it.
 pub(super) async fn identify(options: &CoordinatorOptions, store: &ArtifactStore) -> Result<String> {
     let failed = |error| refused(&error, &options.data_dir);
-    if let Some(id) = remembered(&options.data_dir)? {
+    if let Some(id) = remains::store_id(&SystemDisk, &options.data_dir)? {
         store.require(&id).await.map_err(failed)?;
         return Ok(id);
     }
     let id = store.id_or_new().await.map_err(failed)?;
-    let path = id_path(&options.data_dir);
+    let path = remains::store_id_path(&options.data_dir);
     SystemDisk
         .write_whole(&path, id.as_bytes())
         .map_err(|source| Error::File {
@@ -45,28 +46,11 @@ pub(super) async fn identify(options: &CoordinatorOptions, store: &ArtifactStore
     Ok(id)
 }
 
-fn id_path(data_dir: &Path) -> PathBuf {
-    data_dir.join(ID_FILE)
-}
-
-fn remembered(data_dir: &Path) -> Result<Option<String>> {
-    let path = id_path(data_dir);
-    match std::fs::read_to_string(&path) {
-        Ok(id) => Ok(Some(id.trim().to_owned()).filter(|id| !id.is_empty())),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(Error::File {
-            action: "read",
-            path,
-            source,
-        }),
-    }
-}
-
 fn refused(error: &espalier_artifact::Error, data_dir: &Path) -> Error {
     let remedy = match error {
         espalier_artifact::Error::Foreign { .. } => format!(
             "; to take the store that is there in place of the one before, remove {}",
-            id_path(data_dir).display()
+            remains::store_id_path(data_dir).display()
         ),
         _ => String::new(),
     };
