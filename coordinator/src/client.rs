@@ -6,6 +6,8 @@ mod jobs;
 mod tasks;
 mod workers;
 
+pub use jobs::Events;
+
 use std::time::{Duration, Instant};
 
 use espalier_proto::MESSAGE_LIMIT_BYTES;

@@ -286,6 +286,36 @@ async fn the_watch_survives_a_restart() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn followed_events_go_on_after_a_restart_and_none_comes_twice() {
+    let place = Place::new();
+    let handle = place.coordinator().await;
+    let (job, _) = client(&handle).await.submit(place.spec(), "").await.unwrap();
+    client(&handle).await.pause(&job.id, "lunch").await.unwrap();
+    let mut events = client(&handle).await.events(&job.id, true).await.unwrap();
+    let mut kinds = Vec::new();
+    while kinds.last().map(String::as_str) != Some("job_paused") {
+        kinds.push(events.next().await.unwrap().expect("the pause comes").kind);
+    }
+    let mut options = place.options();
+    options.listen = handle.address();
+    handle.shutdown(DEADLINE).await.unwrap();
+    let handle = Coordinator::start_with(options, std::sync::Arc::new(common::Story))
+        .await
+        .unwrap();
+    let before = kinds.len();
+    client(&handle).await.cancel(&job.id, "enough").await.unwrap();
+    let rest = async {
+        while let Some(event) = events.next().await.unwrap() {
+            assert!(!event.lagged, "{event:?}");
+            kinds.push(event.kind);
+        }
+    };
+    tokio::time::timeout(DEADLINE, rest).await.expect("no end of it");
+    assert_eq!(kinds[before..], ["job_cancelled"], "{kinds:?}");
+    handle.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_paused_job_starts_nothing_until_it_is_resumed_and_its_events_say_so() {
     let place = Place::new();
     let handle = place.coordinator().await;
@@ -318,6 +348,7 @@ async fn a_paused_job_starts_nothing_until_it_is_resumed_and_its_events_say_so()
     let asked = v1::EventsRequest {
         job_id: job.id.clone(),
         follow: false,
+        after: 0,
     };
     let mut events = jobs.events(asked).await.unwrap().into_inner();
     let mut kinds = Vec::new();

@@ -143,6 +143,7 @@ pub fn shown(state: &State, entry: &Entry, lagged: bool) -> v1::JobEvent {
         worker: worker.map(|worker| worker.name.clone()).unwrap_or_default(),
         message: entry.message.to_string(),
         lagged,
+        ..v1::JobEvent::default()
     }
 }
 

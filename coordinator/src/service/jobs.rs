@@ -164,7 +164,11 @@ impl Jobs for Service {
         &self,
         request: Request<v1::EventsRequest>,
     ) -> Result<Response<Self::EventsStream>, Status> {
-        let v1::EventsRequest { job_id, follow, .. } = request.into_inner();
+        let v1::EventsRequest {
+            job_id,
+            follow,
+            after,
+        } = request.into_inner();
         let job = parse_id(&job_id)?;
         let seat = Arc::clone(&self.seats)
             .try_acquire_owned()
@@ -173,7 +177,7 @@ impl Jobs for Service {
             inbox: self.inbox.clone(),
             job,
             follow,
-            after: 0,
+            after,
             ready: VecDeque::new(),
             ended: false,
             _seat: seat,
@@ -271,7 +275,10 @@ impl Events {
             .ask(|reply| owner::Request::Query(Query::Events { job, after, reply }))
             .await?;
         self.after = page.last().map_or(self.after, |(number, _)| *number);
-        self.ready.extend(page.into_iter().map(|(_, event)| event));
+        let numbered = page
+            .into_iter()
+            .map(|(number, event)| v1::JobEvent { number, ..event });
+        self.ready.extend(numbered);
         self.ended = ended || !self.follow;
         Ok(self)
     }

@@ -26,7 +26,7 @@ async fn patiently<T>(mut ask: impl AsyncFnMut() -> Result<T, Error>) -> Result<
     let start = Instant::now();
     loop {
         match ask().await {
-            Err(error) if is_away(&error) && start.elapsed() < RECONNECTING => {
+            Err(error) if error.is_away() && start.elapsed() < RECONNECTING => {
                 tokio::time::sleep(PAUSE).await;
             }
             answer => return answer,
@@ -99,7 +99,7 @@ impl Lines {
         let start = Instant::now();
         loop {
             match self.client.logs(self.task, self.attempt, self.tail, true).await {
-                Err(error) if is_away(&error) && start.elapsed() < RECONNECTING => {
+                Err(error) if error.is_away() && start.elapsed() < RECONNECTING => {
                     tokio::time::sleep(PAUSE).await;
                 }
                 opened => return opened,
@@ -110,7 +110,7 @@ impl Lines {
     /// Whether the attempt has.
     async fn has_ended(&mut self) -> Result<bool, Error> {
         let detail = match self.client.task(self.task).await {
-            Err(error) if is_away(&error) => return Ok(false),
+            Err(error) if error.is_away() => return Ok(false),
             detail => detail?,
         };
         let mut attempts = detail.attempts.iter();
@@ -135,10 +135,6 @@ impl Lines {
             self.tail = 1;
         }
     }
-}
-
-fn is_away(error: &Error) -> bool {
-    matches!(error, Error::Unreachable { .. } | Error::Timeout { .. })
 }
 
 fn has_ended(task: &TaskDetail) -> bool {

@@ -285,6 +285,7 @@ fn event(row: &EventRow, lagged: bool) -> v1::JobEvent {
         worker: row.worker.clone(),
         message: row.message.clone(),
         lagged,
+        ..v1::JobEvent::default()
     }
 }
 
