@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use crate::args::{Format, How};
 
-pub(crate) use job::{events, has_ended, job, jobs};
+pub(crate) use job::{at, events, has_ended, job, jobs};
 pub(crate) use outcome::{missed_limits, print_outcome};
 pub(crate) use table::plain;
 pub(crate) use task::{task, tasks};

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::journal::disk::Disk;
 use crate::journal::{Fault, Seal};
 use crate::scheduler::{JobId, State};
-use crate::tables::{AttemptRow, EventRow, Tables};
+use crate::tables::{AttemptRow, EventRow, Place, Tables};
 
 const SEAL: Seal = Seal {
     magic: *b"ESPARCH\0",
@@ -29,7 +29,7 @@ pub struct Archive {
     pub state: State,
     /// As far as the tables knew them when the job was archived, by task.
     pub attempts: Vec<AttemptRow>,
-    /// What happened to it, as far as the tables knew, the oldest first.
+    /// What else happened to it, as far as the tables knew, the oldest first: see [`Archive::story`].
     pub events: Vec<EventRow>,
 }
 
@@ -48,12 +48,36 @@ impl Archive {
     #[must_use]
     pub fn with(mut self, tables: &Tables, job: JobId) -> Self {
         let attempts = tables.attempts_of_job(job);
-        let told = attempts.and_then(|attempts| Ok((attempts, tables.events(job, 0, EVENTS_LIMIT)?)));
+        let told = attempts.and_then(|attempts| Ok((attempts, tables.events(job, EVENTS_LIMIT)?)));
         match told {
             Ok((attempts, events)) => (self.attempts, self.events) = (attempts, events),
             Err(error) => tracing::warn!(%job, %error, "its archive has neither attempts nor events"),
         }
         self
+    }
+
+    /// What happened to the job, the oldest first, the starts and completions of its attempts among it.
+    pub fn story(&self) -> Vec<EventRow> {
+        let of_attempt = |row: &AttemptRow, place: Place, kind: &str, unix_ms| EventRow {
+            frame: place.frame,
+            index: place.index,
+            unix_ms,
+            kind: kind.to_owned(),
+            task: row.task.0,
+            attempt: row.attempt.0,
+            worker: row.worker.clone(),
+            message: String::new(),
+        };
+        let mut story = self.events.clone();
+        for row in &self.attempts {
+            let started = |place| of_attempt(row, place, "attempt_started", row.started_unix_ms);
+            let ended_at = row.ended_unix_ms.unwrap_or(0);
+            let completed = |place| of_attempt(row, place, "attempt_completed", ended_at);
+            story.extend(row.started_in.map(started));
+            story.extend(row.completed_in.map(completed));
+        }
+        story.sort_by_key(|row| (row.frame, row.index));
+        story
     }
 }
 

@@ -26,6 +26,7 @@ pub mod shipping;
 pub mod spec;
 pub mod tables;
 pub mod term;
+mod told;
 pub mod trace;
 
 pub use error::{Error, Result};

@@ -16,7 +16,6 @@ mod open;
 mod project;
 mod rows;
 mod store;
-mod tell;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -27,8 +26,7 @@ use std::thread::{self, JoinHandle};
 use serde::de::DeserializeOwned;
 
 pub use rows::{
-    AttemptOutcome, AttemptRow, CostEntry, DecisionRow, EventRow, ImportanceRow, ScoreEntry, TaskRow,
-    TaskStanding,
+    AttemptOutcome, AttemptRow, CostEntry, DecisionRow, EventRow, ImportanceRow, Place, ScoreEntry,
 };
 
 use crate::journal::disk::Disk;
@@ -120,15 +118,6 @@ impl Tables {
         self.shared.reflects.load(Ordering::Acquire)
     }
 
-    /// One task of a job that is not archived.
-    ///
-    /// # Errors
-    /// When the tables cannot be asked.
-    pub fn task(&self, task: TaskId) -> Result<Option<TaskRow>, Error> {
-        let rows = self.scan(&keys::task(task), 1)?;
-        Ok(rows.into_iter().next())
-    }
-
     /// The archived job that a task belonged to.
     ///
     /// # Errors
@@ -152,22 +141,21 @@ impl Tables {
     pub fn attempts_of_job(&self, job: JobId) -> Result<Vec<AttemptRow>, Error> {
         self.ask(|database| {
             let mut rows = Vec::new();
-            for task in store::tasks_of(database, job)? {
-                rows.extend(store::scan(database, &keys::attempts_of(task), ROWS_LIMIT)?);
+            for (first, range) in store::ranges_of(database, job)? {
+                let up_to = keys::attempts_of(range.last.next());
+                rows.extend(store::scan_between(database, &keys::attempts_of(first), &up_to)?);
             }
             Ok(rows)
         })
     }
 
-    /// What happened to a job that is not archived after this frame, the oldest first, at most so many.
+    /// What happened to a job that is not archived, the oldest first, at most so many: without the starts and
+    /// completions of attempts, whose rows say them ([`AttemptRow::started_in`]).
     ///
     /// # Errors
     /// When the tables cannot be asked.
-    pub fn events(&self, job: JobId, after_frame: u64, limit: usize) -> Result<Vec<EventRow>, Error> {
-        self.ask(|database| {
-            let from = keys::event(job, after_frame.saturating_add(1), 0);
-            store::scan_from(database, &keys::events_of(job), &from, limit)
-        })
+    pub fn events(&self, job: JobId, limit: usize) -> Result<Vec<EventRow>, Error> {
+        self.scan(&keys::events_of(job), limit)
     }
 
     /// The cost rows that a job measured.

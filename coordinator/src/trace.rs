@@ -51,15 +51,14 @@ pub fn traceparent(job: &Job, attempt: AttemptId) -> String {
     format!("00-{}-{}-01", trace.id, trace.span("attempt", attempt.0))
 }
 
-/// Adds what ends with this event to its job's trace, before the event is applied to the state. `now` is the
-/// wall clock, milliseconds since 1970.
-pub fn observe(state: &State, event: &Event, now: i64) {
+/// Adds what ends with this event to its job's trace, before the event is applied to the state.
+pub fn observe(state: &State, event: &Event) {
     if EXPORTS.load(Ordering::Relaxed) {
-        spans(state, event, now);
+        spans(state, event);
     }
 }
 
-fn spans(state: &State, event: &Event, now: i64) {
+fn spans(state: &State, event: &Event) {
     match event {
         Event::AttemptCompleted { attempt, at, .. } => {
             if let Some(ended) = Ended::of(state, *attempt) {
@@ -93,10 +92,10 @@ fn spans(state: &State, event: &Event, now: i64) {
         Event::AttemptHandedBack { attempt, at, .. } => {
             tell(state, *attempt, "handed back", Status::Unset, *at);
         }
-        Event::AttemptStopped { attempt, .. } => tell(state, *attempt, "stopped", Status::Unset, now),
-        Event::StagesPlanned { job, .. } | Event::OutcomeReached { job, .. } => {
+        Event::AttemptStopped { attempt, at, .. } => tell(state, *attempt, "stopped", Status::Unset, *at),
+        Event::StagesPlanned { job, at, .. } | Event::OutcomeReached { job, at, .. } => {
             if let Some(job) = state.job(*job) {
-                below_job(job, "plan", job.results, last_result(job), now, Status::Ok);
+                below_job(job, "plan", job.results, last_result(job), *at, Status::Ok);
             }
         }
         Event::JobSucceeded { job, at } => {

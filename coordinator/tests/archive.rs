@@ -10,7 +10,7 @@ use espalier_coordinator::{Handle, doctor};
 use espalier_proto::v1::submit_request::Spec;
 use espalier_proto::v1::tasks_client::TasksClient;
 use espalier_proto::v1::worker_message::Message;
-use espalier_proto::v1::{Job, JobState, Log, TaskDetail, TaskLogsRequest};
+use espalier_proto::v1::{Job, JobEvent, JobState, Log, TaskDetail, TaskLogsRequest};
 
 /// One more than may stay in the state.
 const JOBS: usize = 17;
@@ -21,6 +21,15 @@ fn spec(place: &Place, number: usize) -> Spec {
         panic!("the spec is not YAML")
     };
     Spec::Yaml(text.replace("/out\n", &format!("/out-{number}\n")))
+}
+
+async fn story(handle: &Handle, job: &str) -> Vec<JobEvent> {
+    let mut following = client(handle).await.events(job, false).await.unwrap();
+    let mut events = Vec::new();
+    while let Some(event) = following.next().await.unwrap() {
+        events.push(event);
+    }
+    events
 }
 
 async fn seen(handle: &Handle, job: &str) -> (Job, Vec<TaskDetail>, TaskDetail) {
@@ -48,10 +57,10 @@ async fn a_job_looks_the_same_after_it_was_archived_and_the_coordinator_restarte
         }
         assert_eq!(end_of(&handle, &job).await.state(), JobState::Succeeded);
         if before.is_none() {
-            before = Some(seen(&handle, &job).await);
+            before = Some((seen(&handle, &job).await, story(&handle, &job).await));
         }
     }
-    let (job, tasks, task) = before.unwrap();
+    let ((job, tasks, task), events_before) = before.unwrap();
     let archive = place.directory.path().join("data/archive/job-1.archive");
     let began = Instant::now();
     while !archive.is_file() {
@@ -75,6 +84,10 @@ async fn a_job_looks_the_same_after_it_was_archived_and_the_coordinator_restarte
     assert_eq!(tasks_after, tasks);
     assert_eq!(task_after.output_json, task.output_json);
     assert_eq!(task_after.spec_json, task.spec_json);
+    let events_after = story(&handle, "job-1").await;
+    assert_eq!(events_after, events_before);
+    let untimed = events_after.iter().filter(|event| event.unix_ms == 0).count();
+    assert_eq!((events_after.len(), untimed), (11, 0), "{events_after:#?}");
     handle.shutdown(DEADLINE).await.unwrap();
 }
 

@@ -390,7 +390,7 @@ fn a_broken_table_store_is_set_aside_and_rebuilt() {
         past.job(200, 150);
     });
     let expected = tables_of(truth.path(), truth.last);
-    assert!(expected.len() > 500, "{} rows", expected.len());
+    assert!(expected.len() > 300, "{} rows", expected.len());
     let tables = truth.path().join(DIRECTORY);
     let (mut cases, mut set_aside, mut places) = (0, 0, Places(0xd1b5_4a32_d192_ed03));
     for file in files_below(&tables) {
@@ -453,7 +453,7 @@ fn tables_behind_a_gap_in_the_journal_keep_nothing_of_jobs_archived_in_it() {
         past.job(700, 700);
     });
     let of_live = tables_of(before.path(), before.last);
-    assert!(of_live.len() > 2000, "{} rows", of_live.len());
+    assert!(of_live.len() > 1000, "{} rows", of_live.len());
     let fresh = scratch();
     copy(truth.path(), fresh.path());
     let expected = tables_of(fresh.path(), truth.last);
@@ -480,31 +480,35 @@ fn tables_answer_for_tasks_attempts_events_and_scores() {
     }
     let (past, live) = ("job-1".parse().unwrap(), "job-2".parse().unwrap());
     let archived = espalier_coordinator::scheduler::TaskId(3);
-    assert_eq!(tables.task(archived).unwrap(), None);
     assert_eq!(tables.archived_job_of(archived).unwrap(), Some(past));
     assert_eq!(tables.scores(past).unwrap().len(), 10);
     let done = espalier_coordinator::scheduler::TaskId(11);
-    let row = tables.task(done).unwrap().unwrap();
+    assert_eq!(tables.archived_job_of(done).unwrap(), None, "its job is live");
     assert_eq!(
-        (row.job, row.stage.as_str(), row.name.as_str()),
-        (live, "score", "block 0")
+        tables
+            .archived_job_of(espalier_coordinator::scheduler::TaskId(21))
+            .unwrap(),
+        None,
+        "there is none"
     );
-    assert_eq!(tables.archived_job_of(done).unwrap(), None);
     let attempts = tables.attempts(done).unwrap();
     assert_eq!(attempts.len(), 1);
     assert_eq!(
         (attempts[0].worker.as_str(), attempts[0].outcome.name()),
         ("worker-a", "completed")
     );
-    let events = tables.events(live, 0, 100).unwrap();
-    assert_eq!(events[0].kind, "job_submitted");
-    let after = events[2].frame;
-    assert!(
-        tables
-            .events(live, after, 100)
-            .unwrap()
-            .iter()
-            .all(|event| event.frame > after)
+    assert_eq!(tables.attempts_of_job(live).unwrap().len(), 10);
+    assert_eq!(
+        tables.attempts_of_job(past).unwrap(),
+        [],
+        "they are in its archive"
+    );
+    let events = tables.events(live, 100).unwrap();
+    let kinds: Vec<&str> = events.iter().map(|event| event.kind.as_str()).collect();
+    assert_eq!(
+        kinds,
+        ["job_submitted", "stages_planned"],
+        "attempts' rows say the rest"
     );
     assert_eq!(tables.decisions(live).unwrap().len(), 1);
     writer.stop();

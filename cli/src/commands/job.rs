@@ -113,7 +113,8 @@ async fn events(arguments: Events) -> anyhow::Result<()> {
                 }
             }
             Format::Table | Format::Wide => {
-                let line = format!("{} {} {}", event.kind, event.worker, event.message);
+                let at = output::at(event.unix_ms);
+                let line = format!("{at} {} {} {}", event.kind, event.worker, event.message);
                 output::print(&format!("{}\n", output::plain(&line)))?;
             }
         }

@@ -63,16 +63,30 @@ pub(crate) fn events(events: &[JobEvent]) -> Listing {
             some(event.attempt),
             event.worker.clone(),
             event.message.clone(),
-            event.unix_ms.to_string(),
+            at(event.unix_ms),
         ]
     };
     Listing {
-        heads: vec!["TASK", "EVENT", "ATTEMPT", "WORKER", "MESSAGE", "UNIX_MS"],
-        narrow: 5,
+        heads: vec!["TASK", "EVENT", "ATTEMPT", "WORKER", "MESSAGE", "AT"],
+        narrow: 6,
         rows: events.iter().map(row).collect(),
         values: events.iter().map(json::event).collect(),
         below: None,
     }
+}
+
+/// A time of the wall clock as people read it; empty where nobody noted it.
+pub(crate) fn at(unix_ms: i64) -> String {
+    let Some(since) = u64::try_from(unix_ms).ok().filter(|since| *since > 0) else {
+        return String::new();
+    };
+    let time = std::time::UNIX_EPOCH.checked_add(std::time::Duration::from_millis(since));
+    // Past the year 9999 there is no such format.
+    let known = time.filter(|_| since < 253_402_300_800_000);
+    known.map_or_else(
+        || unix_ms.to_string(),
+        |time| humantime::format_rfc3339_millis(time).to_string(),
+    )
 }
 
 /// Whether a job can still change.

@@ -159,3 +159,11 @@ fn one_thing_is_an_object_and_a_list_an_array() {
     let read: Value = serde_saphyr::from_str(&text).unwrap();
     assert_eq!(read, all);
 }
+
+#[test]
+fn times_are_told_as_people_read_them_and_one_that_nobody_noted_is_left_empty() {
+    assert_eq!(super::at(1_796_041_902_399), "2026-11-30T12:31:42.399Z");
+    assert_eq!(super::at(0), "");
+    assert_eq!(super::at(-5), "");
+    assert_eq!(super::at(i64::MAX), i64::MAX.to_string());
+}

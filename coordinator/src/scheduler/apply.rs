@@ -95,8 +95,9 @@ fn apply_to_job(state: &mut State, event: &Event) {
             job,
             revision,
             stages,
+            ..
         } => job::planned(state, *job, *revision, stages),
-        Event::OutcomeReached { job, outcome } => job::outcome_reached(state, *job, outcome),
+        Event::OutcomeReached { job, outcome, .. } => job::outcome_reached(state, *job, outcome),
         Event::JobSucceeded { job, at } => job::succeeded(state, *job, *at),
         Event::JobFailed { job, message, at } => {
             let phase = JobPhase::Failed {

@@ -56,7 +56,7 @@ pub fn decide(state: &State, command: Command, now: Now) -> Decision {
             worker,
             lease,
             address,
-        } => attempt::prepared(state, worker, lease, address),
+        } => attempt::prepared(state, worker, lease, address, now),
         Command::GangLate { task, generation } => Ok(attempt::gang_late(state, task, generation, now)),
         Command::Dispatch { absent, resting } => Ok(placement::place(state, &absent, &resting, now)),
     }

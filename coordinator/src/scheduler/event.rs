@@ -89,9 +89,16 @@ pub enum Event {
         job: JobId,
         revision: u64,
         stages: Vec<StageRecord>,
+        #[serde(default)]
+        at: i64,
     },
     /// The outcome is known and will be written.
-    OutcomeReached { job: JobId, outcome: Payload },
+    OutcomeReached {
+        job: JobId,
+        outcome: Payload,
+        #[serde(default)]
+        at: i64,
+    },
     /// The outcome lies in its directory.
     JobSucceeded { job: JobId, at: i64 },
     /// The job ended without an outcome.
@@ -183,6 +190,8 @@ pub enum Event {
         attempt: AttemptId,
         #[serde(default)]
         task: TaskId,
+        #[serde(default)]
+        at: i64,
     },
     /// A task was handed to as many devices as it has ranks, in their order.
     GangFormed {
@@ -202,6 +211,8 @@ pub enum Event {
         task: TaskId,
         generation: u64,
         addresses: Vec<String>,
+        #[serde(default)]
+        at: i64,
     },
     /// Ranks were not ready in time: it counts as a hang, every rank is to stop, `retry` as for a failure.
     GangLate {

@@ -8,6 +8,7 @@ use espalier_proto::v1;
 
 use crate::journal::Fold;
 use crate::scheduler::{AttemptId, Event, JobId, State, TaskId, WorkerId};
+use crate::told::{About, told};
 
 /// Entries kept of one job.
 const ENTRIES: usize = 1024;
@@ -147,127 +148,26 @@ pub fn shown(state: &State, entry: &Entry, lagged: bool) -> v1::JobEvent {
     }
 }
 
-fn of_job(job: JobId, kind: &'static str, at: i64, message: &str) -> (JobId, Entry) {
-    let entry = Entry {
-        number: 0,
-        at,
-        kind,
-        task: None,
-        attempt: None,
-        worker: None,
-        message: message.into(),
-    };
-    (job, entry)
-}
-
-fn of_task(
-    state: &State,
-    task: TaskId,
-    attempt: Option<AttemptId>,
-    kind: &'static str,
-    at: i64,
-    message: &str,
-) -> Option<(JobId, Entry)> {
-    let (job, entry) = of_job(state.task(task)?.job, kind, at, message);
-    let worker = attempt.and_then(|attempt| state.attempt(attempt));
-    let entry = Entry {
-        task: Some(task),
-        attempt,
-        worker: worker.map(|attempt| attempt.worker),
-        ..entry
-    };
-    Some((job, entry))
-}
-
 /// What to keep of an event that is about to be applied to `state`: who ran an attempt is known only until
 /// it is.
 pub fn entry(state: &State, event: &Event) -> Option<(JobId, Entry)> {
-    match event {
-        Event::JobSubmitted { job, at, .. } => Some(of_job(*job, FIRST, *at, "")),
-        Event::JobPaused { job, reason, at } => Some(of_job(*job, "job_paused", *at, reason)),
-        Event::JobResumed { job, at } => Some(of_job(*job, "job_resumed", *at, "")),
-        Event::JobRetried { job, at, .. } => Some(of_job(*job, "job_retried", *at, "")),
-        Event::StagesPlanned { job, stages, .. } if !stages.is_empty() => {
-            let names: Vec<&str> = stages.iter().map(|stage| stage.name.as_str()).collect();
-            Some(of_job(*job, "stages_planned", 0, &names.join(", ")))
-        }
-        Event::OutcomeReached { job, .. } => Some(of_job(*job, "outcome_reached", 0, "")),
-        Event::JobSucceeded { job, at } => Some(of_job(*job, "job_succeeded", *at, "")),
-        Event::JobFailed { job, message, at } => Some(of_job(*job, "job_failed", *at, message)),
-        Event::JobCancelled { job, reason, at } => Some(of_job(*job, "job_cancelled", *at, reason)),
-        _ => attempt_entry(state, event),
-    }
-}
-
-fn attempt_entry(state: &State, event: &Event) -> Option<(JobId, Entry)> {
-    let about = |task: &TaskId, attempt: &AttemptId, kind, at: i64, message: &str| {
-        of_task(state, *task, Some(*attempt), kind, at, message)
+    let told = told(event)?;
+    let (task, attempt) = (told.about.task(), told.about.attempt());
+    let job = match told.about {
+        About::Job(job) => job,
+        About::Task(task) | About::Attempt(task, _) => state.task(task)?.job,
     };
-    match event {
-        Event::AttemptStarted {
-            attempt,
-            task,
-            worker,
-            at,
-            ..
-        } => {
-            let (job, entry) = about(task, attempt, "attempt_started", *at, "")?;
-            let worker = Some(*worker);
-            Some((job, Entry { worker, ..entry }))
-        }
-        Event::AttemptCompleted {
-            attempt, task, at, ..
-        } => about(task, attempt, "attempt_completed", *at, ""),
-        Event::AttemptFailed {
-            attempt,
-            task,
-            failure,
-            at,
-            ..
-        } => about(task, attempt, "attempt_failed", *at, &failure.message),
-        Event::AttemptLost {
-            attempt, task, at, ..
-        } => about(task, attempt, "attempt_lost", *at, "the worker was lost"),
-        Event::AttemptHandedBack { attempt, task, at } => {
-            about(task, attempt, "attempt_handed_back", *at, "")
-        }
-        Event::AttemptStopped { attempt, task } => about(task, attempt, "attempt_stopped", 0, ""),
-        Event::RankCompleted {
-            attempt, task, at, ..
-        } => about(task, attempt, "rank_completed", *at, ""),
-        _ => gang_entry(state, event),
-    }
-}
-
-fn gang_entry(state: &State, event: &Event) -> Option<(JobId, Entry)> {
-    match event {
-        Event::GangFormed {
-            task,
-            generation,
-            ranks,
-            at,
-        } => {
-            let message = format!("generation {generation} of {} ranks", ranks.len());
-            of_task(state, *task, None, "gang_formed", *at, &message)
-        }
-        Event::GangReleased { task, generation, .. } => {
-            let message = format!("generation {generation}");
-            of_task(state, *task, None, "gang_released", 0, &message)
-        }
-        Event::GangLate {
-            task, generation, at, ..
-        } => {
-            let message = format!("generation {generation} was not ready in time");
-            of_task(state, *task, None, "gang_late", *at, &message)
-        }
-        Event::GangEnded {
-            task, generation, at, ..
-        } => {
-            let message = format!("generation {generation}");
-            of_task(state, *task, None, "gang_ended", *at, &message)
-        }
-        _ => None,
-    }
+    let ran = attempt.and_then(|attempt| state.attempt(attempt));
+    let entry = Entry {
+        number: 0,
+        at: told.at,
+        kind: told.kind,
+        task,
+        attempt,
+        worker: told.worker.or_else(|| ran.map(|attempt| attempt.worker)),
+        message: told.message.into(),
+    };
+    Some((job, entry))
 }
 
 #[cfg(test)]
@@ -277,8 +177,16 @@ mod tests {
     use super::*;
 
     fn told(history: &mut History, job: u64, frame: u64, kind: &'static str) {
-        let (job, entry) = of_job(JobId(job), kind, 0, "");
-        history.push(job, frame, entry);
+        let entry = Entry {
+            number: 0,
+            at: 0,
+            kind,
+            task: None,
+            attempt: None,
+            worker: None,
+            message: "".into(),
+        };
+        history.push(JobId(job), frame, entry);
     }
 
     #[test]

@@ -8,8 +8,8 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::project;
+use super::rows::Place;
 use super::store::Store;
-use super::tell::Place;
 use super::{DIRECTORY, Shared, open};
 use crate::archive::Archives;
 use crate::journal::disk::Disk;

@@ -26,15 +26,22 @@ pub fn worker(worker: WorkerId) -> Vec<u8> {
     key(b'w', &[worker.0])
 }
 
-pub fn task(task: TaskId) -> Vec<u8> {
-    key(b't', &[task.0])
+/// Tasks that follow each other, by the first of them.
+pub fn tasks(first: TaskId) -> Vec<u8> {
+    key(b'r', &[first.0])
 }
 
-pub fn task_of(job: JobId, task: TaskId) -> Vec<u8> {
-    key(b'j', &[job.0, task.0])
+/// One before any task's range.
+pub fn before_tasks() -> Vec<u8> {
+    key(b'r', &[])
 }
 
-pub fn tasks_of(job: JobId) -> Vec<u8> {
+/// A range of a job that is not archived.
+pub fn tasks_of(job: JobId, first: TaskId) -> Vec<u8> {
+    key(b'j', &[job.0, first.0])
+}
+
+pub fn all_tasks_of(job: JobId) -> Vec<u8> {
     key(b'j', &[job.0])
 }
 
@@ -52,15 +59,6 @@ pub fn event(job: JobId, frame: u64, index: u64) -> Vec<u8> {
 
 pub fn events_of(job: JobId) -> Vec<u8> {
     key(b'e', &[job.0])
-}
-
-/// Tasks of an archived job that follow each other, by the first of them.
-pub fn archived(first: TaskId) -> Vec<u8> {
-    key(b'r', &[first.0])
-}
-
-pub fn all_archived() -> Vec<u8> {
-    key(b'r', &[])
 }
 
 pub fn cost(job: JobId, task: TaskId, index: u64) -> Vec<u8> {

@@ -6,37 +6,24 @@ use serde::{Deserialize, Serialize};
 
 use crate::scheduler::{AttemptId, JobId, TaskId};
 
-/// A task of a job that is not archived.
+/// Tasks of a stage whose ids follow each other, by the first of them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TaskRow {
-    /// Its id.
-    pub task: TaskId,
-    /// Its job.
+pub struct TaskRange {
+    /// The last of them.
+    pub last: TaskId,
+    /// Their job.
     pub job: JobId,
-    /// Its stage.
-    pub stage: String,
-    /// Its executor.
+    /// Their executor.
     pub kind: String,
-    /// Names it within its stage.
-    pub name: String,
-    /// Where it stands.
-    pub standing: TaskStanding,
 }
 
-/// Where a task stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum TaskStanding {
-    /// For a device.
-    Waiting,
-    /// On one, or several.
-    Running,
-    /// It ended well.
-    Done,
-    /// It failed for good.
-    Failed,
-    /// Its job ended before it did.
-    Abandoned,
+/// An event's place in the journal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Place {
+    /// Its frame.
+    pub frame: u64,
+    /// Its place in the frame.
+    pub index: u64,
 }
 
 /// One try at a task, or at a rank of it.
@@ -57,7 +44,14 @@ pub struct AttemptRow {
     /// How it went.
     pub outcome: AttemptOutcome,
     /// Why it failed; one line, empty otherwise.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
+    /// Where the journal says that it started. That is no row of the job's events then: most of them would be.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub started_in: Option<Place>,
+    /// The same of its completion.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub completed_in: Option<Place>,
 }
 
 /// How an attempt went.
@@ -97,6 +91,9 @@ impl AttemptOutcome {
 pub struct EventRow {
     /// The journal's frame that says so.
     pub frame: u64,
+    /// Its place in the frame.
+    #[serde(default)]
+    pub index: u64,
     /// Milliseconds since 1970; 0 when nobody noted it.
     pub unix_ms: i64,
     /// The journal's own word: `attempt_started`.
@@ -149,13 +146,4 @@ pub struct DecisionRow {
     pub note: String,
     /// JSON of the decision.
     pub decision: String,
-}
-
-/// Tasks of an archived job that follow each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ArchivedRange {
-    /// The last of them.
-    pub last: TaskId,
-    /// Their job.
-    pub job: JobId,
 }

@@ -10,11 +10,11 @@ use serde::{Deserialize, Serialize};
 use sled::Batch;
 
 use super::keys;
-use super::rows::ArchivedRange;
+use super::rows::TaskRange;
 use crate::scheduler::{JobId, TaskId};
 
 /// The newest form of keys and rows. Tables of any other are built anew.
-pub const SCHEMA: u32 = 1;
+pub const SCHEMA: u32 = 2;
 
 /// Rows of a change, about. sled frees nothing of what a batch replaces before it ends, and each row replaces the
 /// page it falls into: some 50 KiB.
@@ -133,6 +133,41 @@ impl Change<'_> {
         self.pending.insert(key, None);
     }
 
+    /// The range that a task is in.
+    pub fn range_of(&self, task: TaskId) -> Result<Option<TaskRange>, String> {
+        let (from, up_to) = (keys::before_tasks(), keys::tasks(task));
+        let own = self.pending.range(from..=up_to).next_back();
+        let own = own.and_then(|(key, row)| Some((key.clone(), row.clone()?)));
+        let stored = range_before(&self.store.database, task)?;
+        let Some((_, json)) = own.max(stored) else {
+            return Ok(None);
+        };
+        let range: TaskRange = serde_json::from_slice(&json).map_err(|error| error.to_string())?;
+        Ok((task <= range.last).then_some(range))
+    }
+
+    /// Removes every row whose key begins with this.
+    pub fn remove_prefix(&mut self, prefix: &[u8]) -> Result<(), String> {
+        self.write(self.store.meta.position)?;
+        let tree = self.store.database.clone();
+        self.remove_all(tree.scan_prefix(prefix))
+    }
+
+    /// Removes every row from this key up to that one, which stays.
+    pub fn remove_between(&mut self, from: &[u8], up_to: &[u8]) -> Result<(), String> {
+        self.write(self.store.meta.position)?;
+        let tree = self.store.database.clone();
+        self.remove_all(tree.range(from..up_to))
+    }
+
+    fn remove_all(&mut self, rows: sled::Iter) -> Result<(), String> {
+        for key in rows.keys() {
+            self.remove(key.map_err(|error| error.to_string())?.to_vec());
+            self.ease()?;
+        }
+        Ok(())
+    }
+
     /// Keys that begin with this, those of this change too.
     pub fn keys(&self, prefix: &[u8]) -> Result<Vec<Vec<u8>>, String> {
         let mut found = BTreeMap::new();
@@ -225,46 +260,68 @@ fn digest_of(key: &[u8], value: &[u8]) -> u64 {
 
 /// Rows whose key begins with this, in order, at most so many.
 pub fn scan<T: DeserializeOwned>(database: &sled::Db, prefix: &[u8], limit: usize) -> Result<Vec<T>, String> {
-    scan_from(database, prefix, prefix, limit)
+    rows_of(database.scan_prefix(prefix).take(limit))
 }
 
-/// The same, from this key on.
-pub fn scan_from<T: DeserializeOwned>(
+/// Rows from this key up to that one, which is not among them.
+pub fn scan_between<T: DeserializeOwned>(
     database: &sled::Db,
-    prefix: &[u8],
     from: &[u8],
-    limit: usize,
+    up_to: &[u8],
+) -> Result<Vec<T>, String> {
+    rows_of(database.range(from..up_to))
+}
+
+fn rows_of<T: DeserializeOwned>(
+    stored: impl Iterator<Item = sled::Result<(sled::IVec, sled::IVec)>>,
 ) -> Result<Vec<T>, String> {
     let mut rows = Vec::new();
-    for row in database.range(from.to_vec()..).take(limit) {
-        let (key, json) = row.map_err(|error| error.to_string())?;
-        if !key.starts_with(prefix) {
-            break;
-        }
+    for row in stored {
+        let (_, json) = row.map_err(|error| error.to_string())?;
         rows.push(serde_json::from_slice(&json).map_err(|error| error.to_string())?);
     }
     Ok(rows)
 }
 
-/// Tasks of a job that is not archived.
-pub fn tasks_of(database: &sled::Db, job: JobId) -> Result<Vec<TaskId>, String> {
-    let mut tasks = Vec::new();
-    for key in database.scan_prefix(keys::tasks_of(job)).keys() {
+/// The tasks of a job that is not archived, as ranges with their first.
+pub fn ranges_of(database: &sled::Db, job: JobId) -> Result<Vec<(TaskId, TaskRange)>, String> {
+    let mut ranges = Vec::new();
+    for key in database.scan_prefix(keys::all_tasks_of(job)).keys() {
         let key = key.map_err(|error| error.to_string())?;
-        tasks.extend(keys::number(&key, 1).map(TaskId));
+        let Some(first) = keys::number(&key, 1).map(TaskId) else {
+            continue;
+        };
+        let json = database
+            .get(keys::tasks(first))
+            .map_err(|error| error.to_string())?;
+        if let Some(json) = json {
+            let range = serde_json::from_slice(&json).map_err(|error| error.to_string())?;
+            ranges.push((first, range));
+        }
     }
-    Ok(tasks)
+    Ok(ranges)
 }
 
 /// The archived job that a task belonged to.
 pub fn archived_job_of(database: &sled::Db, task: TaskId) -> Result<Option<JobId>, String> {
-    let up_to = keys::archived(task);
-    let Some(row) = database.range(keys::all_archived()..=up_to).next_back() else {
+    let Some((key, json)) = range_before(database, task)? else {
         return Ok(None);
     };
-    let (_, json) = row.map_err(|error| error.to_string())?;
-    let range: ArchivedRange = serde_json::from_slice(&json).map_err(|error| error.to_string())?;
-    Ok((task <= range.last).then_some(range.job))
+    let range: TaskRange = serde_json::from_slice(&json).map_err(|error| error.to_string())?;
+    let first = keys::number(&key, 0).map(TaskId).unwrap_or_default();
+    let is_live = database
+        .contains_key(keys::tasks_of(range.job, first))
+        .map_err(|error| error.to_string())?;
+    Ok((task <= range.last && !is_live).then_some(range.job))
+}
+
+/// The last range that begins with this task or before it.
+fn range_before(database: &sled::Db, task: TaskId) -> Result<Option<RawRow>, String> {
+    let found = database
+        .range(keys::before_tasks()..=keys::tasks(task))
+        .next_back();
+    let row = found.transpose().map_err(|error| error.to_string())?;
+    Ok(row.map(|(key, json)| (key.to_vec(), json.to_vec())))
 }
 
 /// A row as it is stored: key and JSON.

@@ -89,7 +89,7 @@ pub fn stopped(state: &State, worker: WorkerId, lease: Lease, now: Now) -> Decis
     Ok(endings.into())
 }
 
-pub fn prepared(state: &State, worker: WorkerId, lease: Lease, address: String) -> Decision {
+pub fn prepared(state: &State, worker: WorkerId, lease: Lease, address: String, now: Now) -> Decision {
     let Some(attempt) = held(state, worker, lease)? else {
         return Ok(Vec::new());
     };
@@ -126,6 +126,7 @@ pub fn prepared(state: &State, worker: WorkerId, lease: Lease, address: String) 
             task,
             generation: gang.generation,
             addresses: gang.ranks.iter().map(address_of).collect(),
+            at: now.unix_ms,
         });
     }
     Ok(events)
@@ -234,6 +235,7 @@ impl<'a> Endings<'a> {
         self.events.push(Event::AttemptStopped {
             attempt: attempt.lease.attempt,
             task: attempt.task,
+            at: self.now.unix_ms,
         });
         self.close_gang(attempt);
     }

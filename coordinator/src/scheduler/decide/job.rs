@@ -42,7 +42,7 @@ pub fn decide(state: &State, command: Command, now: Now) -> Decision {
             job,
             revision,
             outcome,
-        } => Ok(outcome_reached(state, job, revision, outcome)),
+        } => Ok(outcome_reached(state, job, revision, outcome, now)),
         Command::OutcomeWritten { job } => Ok(match job_of(state, job)?.phase {
             JobPhase::Finishing { .. } => vec![Event::JobSucceeded { job, at }],
             _ => Vec::new(),
@@ -220,6 +220,7 @@ fn planned(state: &State, job: JobId, revision: u64, stages: &[StagePlan], now: 
         job,
         revision,
         stages: records,
+        at: now.unix_ms,
     }])
 }
 
@@ -264,12 +265,13 @@ fn record(stage: &StagePlan, last: &mut TaskId) -> StageRecord {
     }
 }
 
-fn outcome_reached(state: &State, job: JobId, revision: u64, outcome: Payload) -> Vec<Event> {
+fn outcome_reached(state: &State, job: JobId, revision: u64, outcome: Payload, now: Now) -> Vec<Event> {
     let Some(known) = state.job(job) else {
         return Vec::new();
     };
     if !matches!(known.phase, JobPhase::Active) || revision <= known.planned {
         return Vec::new();
     }
-    vec![Event::OutcomeReached { job, outcome }]
+    let at = now.unix_ms;
+    vec![Event::OutcomeReached { job, outcome, at }]
 }

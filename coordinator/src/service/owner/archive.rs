@@ -261,8 +261,9 @@ pub(super) fn tasks(
 
 /// What happened to an archived job, with its numbers.
 pub(super) fn events(archive: &Archive, after: u64) -> Vec<(u64, v1::JobEvent)> {
-    let older = archive.events.len().saturating_sub(EVENTS_SHOWN);
-    let numbered = archive.events.iter().scan(0, |last, row| {
+    let story = archive.story();
+    let older = story.len().saturating_sub(EVENTS_SHOWN);
+    let numbered = story.iter().scan(0, |last, row| {
         *last = history::number(row.frame, *last);
         Some((*last, row))
     });

@@ -50,7 +50,7 @@ impl Owner {
     /// An event was decided and is about to be applied.
     pub(super) fn observe(&mut self, event: &Event, expiry: Expiry) {
         self.metrics.observe(&self.state, event, expiry);
-        trace::observe(&self.state, event, self.now().unix_ms);
+        trace::observe(&self.state, event);
         if let Some(attempt) = ended(event) {
             self.logs.ended(attempt);
             self.log_lines.forget(attempt);

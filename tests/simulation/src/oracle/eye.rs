@@ -143,7 +143,7 @@ fn about(event: &Event) -> (Vec<AttemptId>, Option<TaskId>) {
         | Event::AttemptFailed { attempt, task, .. }
         | Event::AttemptLost { attempt, task, .. }
         | Event::AttemptHandedBack { attempt, task, .. }
-        | Event::AttemptStopped { attempt, task }
+        | Event::AttemptStopped { attempt, task, .. }
         | Event::RankCompleted { attempt, task, .. } => (vec![*attempt], Some(*task)),
         Event::GangFormed { task, ranks, .. } => {
             (ranks.iter().map(|rank| rank.attempt).collect(), Some(*task))
