@@ -3,8 +3,9 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::fs;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{DEADLINE, FakeWorker, Place, acknowledged, client, end_of, run_one};
 use espalier_coordinator::Error;
@@ -12,7 +13,7 @@ use espalier_proto::task::FailureKind;
 use espalier_proto::v1::coordinator_message::Message as FromCoordinator;
 use espalier_proto::v1::submit_request::Spec;
 use espalier_proto::v1::worker_message::Message as FromWorker;
-use espalier_proto::v1::{JobState, Lease, Stopped};
+use espalier_proto::v1::{JobState, Lease, Leaving, Stopped, Worker, WorkerState};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_job_goes_from_submission_to_its_outcome_in_place() {
@@ -48,6 +49,57 @@ async fn a_job_goes_from_submission_to_its_outcome_in_place() {
     assert_eq!(again.id, job.id);
     let taken = client(&handle).await.submit(place.spec(), "other").await;
     assert!(matches!(taken, Err(Error::Conflict(message)) if message.contains("exists")));
+    handle.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_leaves_of_itself_or_is_drained_has_left_and_was_not_lost() {
+    let place = Place::new();
+    let handle = place
+        .coordinator_that_gives_up_after(Duration::from_secs(4))
+        .await;
+    let mut keeper = client(&handle).await;
+    let terminated = FakeWorker::connect(&handle, "terminated", 1, Vec::new()).await;
+    terminated
+        .say(FromWorker::Leaving(Leaving { term: 1, epoch: 1 }))
+        .await;
+    while keeper.worker("terminated").await.unwrap().state() != WorkerState::Leaving {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let mut drained = FakeWorker::connect(&handle, "drained", 1, Vec::new()).await;
+    let (job, _) = keeper.submit(place.spec(), "").await.unwrap();
+    let lease = drained.assignment().await.lease.unwrap();
+    keeper.drain("drained", "a new disk").await.unwrap();
+    assert!(matches!(drained.next().await, FromCoordinator::Drain(_)));
+    drained
+        .say(FromWorker::Leaving(Leaving { term: 1, epoch: 1 }))
+        .await;
+    drained
+        .say(FromWorker::Stopped(Stopped { lease: Some(lease) }))
+        .await;
+    assert_eq!(acknowledged(&mut drained).await, lease);
+    drop((terminated, drained));
+    let killed = FakeWorker::connect(&handle, "killed", 1, Vec::new()).await;
+    assert_eq!(keeper.get(&job.id).await.unwrap().state(), JobState::Running);
+    drop(killed);
+    let began = Instant::now();
+    loop {
+        let known = keeper.workers().await.unwrap();
+        let gone = |worker: &Worker| matches!(worker.state(), WorkerState::Left | WorkerState::Lost);
+        if known.iter().all(gone) {
+            let states = known.iter().map(|worker| (worker.name.as_str(), worker.state()));
+            let expected = [
+                ("drained", WorkerState::Left),
+                ("killed", WorkerState::Lost),
+                ("terminated", WorkerState::Left),
+            ];
+            assert_eq!(states.collect::<BTreeMap<_, _>>(), BTreeMap::from(expected));
+            break;
+        }
+        assert!(began.elapsed() < DEADLINE, "{known:?}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(keeper.worker("drained").await.unwrap().message, "a new disk");
     handle.shutdown(DEADLINE).await.unwrap();
 }
 

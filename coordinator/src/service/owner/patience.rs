@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use super::Owner;
 use crate::scheduler::{
-    Command, Epoch, Event, Failures, Task, TaskId, TaskPhase, Worker, WorkerId, hand_back_pause, retry_pause,
+    Command, Epoch, Event, Failures, Standing, Task, TaskId, TaskPhase, Worker, WorkerId, hand_back_pause,
+    retry_pause,
 };
 
 /// How long a gang may take until every rank is ready: each loads its model first.
@@ -118,9 +119,13 @@ impl Owner {
             .map(|worker| (worker.id, worker.epoch))
             .collect();
         for (worker, epoch) in silent {
-            tracing::warn!(%worker, "nothing was heard from the worker: its tasks are handed on");
             if let Err(error) = self.decide(Command::WorkerSilent { worker, epoch }) {
                 tracing::error!(%error, "the worker cannot be given up");
+            }
+            if self.state.worker(worker).map(|known| known.standing) == Some(Standing::Lost) {
+                tracing::warn!(%worker, "nothing was heard from the worker: its tasks are handed on");
+            } else {
+                tracing::info!(%worker, "the worker has left");
             }
         }
         self.forget_the_gone();
