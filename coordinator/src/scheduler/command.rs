@@ -263,7 +263,7 @@ pub enum Rejection {
         standing: &'static str,
     },
     /// The request id was used before.
-    #[error("request id `{request_id}` was used for {job} with another spec: choose a new one")]
+    #[error("request id `{request_id}` was used for {job} with another spec or priority: choose a new one")]
     RequestIdTaken {
         /// The id.
         request_id: String,

@@ -21,8 +21,11 @@ pub fn decide(state: &State, command: Command, now: Now) -> Decision {
         Command::Pause { job, reason } => pause(state, job, reason, now),
         Command::Resume { job } => {
             let known = job_of(state, job)?;
-            let paused = known.paused.is_some();
-            Ok(if paused {
+            if known.phase.is_terminal() {
+                let phase = known.phase.name();
+                return Err(Rejection::JobEnded { job, phase });
+            }
+            Ok(if known.paused.is_some() {
                 vec![Event::JobResumed { job, at }]
             } else {
                 Vec::new()
@@ -90,7 +93,7 @@ fn submit(state: &State, command: Command, now: Now) -> Decision {
             "priority {priority} is out of range: choose one from -{PRIORITY_LIMIT} to {PRIORITY_LIMIT}"
         )));
     }
-    submitted_before(state, request_id.as_deref(), &spec)?;
+    submitted_before(state, request_id.as_deref(), &spec, priority)?;
     output_is_free(state, &output)?;
     Ok(vec![Event::JobSubmitted {
         job: state.last_job.next(),
@@ -104,7 +107,12 @@ fn submit(state: &State, command: Command, now: Now) -> Decision {
     }])
 }
 
-fn submitted_before(state: &State, request_id: Option<&str>, spec: &Payload) -> Result<(), Rejection> {
+fn submitted_before(
+    state: &State,
+    request_id: Option<&str>,
+    spec: &Payload,
+    priority: i32,
+) -> Result<(), Rejection> {
     let Some(request_id) = request_id else {
         return Ok(());
     };
@@ -112,8 +120,8 @@ fn submitted_before(state: &State, request_id: Option<&str>, spec: &Payload) -> 
         return Ok(());
     };
     let same = match (state.job(job), state.summary(job)) {
-        (Some(earlier), _) => earlier.spec == *spec,
-        (None, Some(archived)) => archived.spec_digest == spec.digest(),
+        (Some(earlier), _) => earlier.spec == *spec && earlier.priority == priority,
+        (None, Some(archived)) => archived.spec_digest == spec.digest() && archived.priority == priority,
         (None, None) => false,
     };
     Err(if same {

@@ -38,7 +38,10 @@ pub fn decide(state: &State, command: Command, now: Now) -> Decision {
         }
         Command::Uncordon { worker } => Ok(match &known(state, worker)?.cordon {
             Some(_) => vec![Event::WorkerUncordoned { worker, at }],
-            None => Vec::new(),
+            None => {
+                stays(state, worker)?;
+                Vec::new()
+            }
         }),
         Command::Drain { worker, reason } => {
             let known = not_lost(state, worker)?;
@@ -49,7 +52,7 @@ pub fn decide(state: &State, command: Command, now: Now) -> Decision {
             })
         }
         Command::RestartWorker { worker, reason } => {
-            not_lost(state, worker)?;
+            stays(state, worker)?;
             Ok(vec![Event::WorkerRestartAsked { worker, reason, at }])
         }
         _ => Ok(Vec::new()),
@@ -72,6 +75,18 @@ fn not_lost(state: &State, worker: WorkerId) -> Result<&Worker, Rejection> {
             name: known.name.clone(),
             standing: "has left: start it again",
         }),
+    }
+}
+
+/// What is asked of a worker on its way out would have no effect.
+fn stays(state: &State, worker: WorkerId) -> Result<(), Rejection> {
+    let known = not_lost(state, worker)?;
+    match known.standing {
+        Standing::Leaving => Err(Rejection::WorkerGone {
+            name: known.name.clone(),
+            standing: "is leaving, which is not taken back: start it again once it has left",
+        }),
+        Standing::Present | Standing::Lost | Standing::Left => Ok(()),
     }
 }
 

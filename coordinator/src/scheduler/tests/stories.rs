@@ -97,6 +97,83 @@ fn a_task_too_large_to_be_sent_ends_its_job_and_says_so() {
 }
 
 #[test]
+fn what_would_have_no_effect_is_refused_and_what_is_so_already_is_not() {
+    let mut world = World::new();
+    let job = world.submit("/out");
+    let resume = |world: &mut World| world.run(Command::Resume { job });
+    assert_eq!(resume(&mut world), Ok(Vec::new()), "it is not paused");
+    let cancel = |world: &mut World| {
+        let reason = "enough".to_owned();
+        world.run(Command::Cancel { job, reason })
+    };
+    cancel(&mut world).unwrap();
+    assert_eq!(cancel(&mut world), Ok(Vec::new()), "it is cancelled");
+    assert!(matches!(resume(&mut world), Err(Rejection::JobEnded { .. })));
+
+    let worker = world.join("a", 1, 1);
+    let restart = |world: &mut World| {
+        let reason = String::new();
+        world.run(Command::RestartWorker { worker, reason })
+    };
+    assert_eq!(
+        world.run(Command::Uncordon { worker }),
+        Ok(Vec::new()),
+        "it has no cordon"
+    );
+    restart(&mut world).unwrap();
+    let reason = "mending it".to_owned();
+    world
+        .run(Command::Cordon {
+            worker,
+            reason: reason.clone(),
+        })
+        .unwrap();
+    world.run(Command::Drain { worker, reason }).unwrap();
+    let taken_off = world.run(Command::Uncordon { worker }).unwrap();
+    assert_eq!(taken_off.len(), 1, "the cordon would be there when it comes back");
+    for left in [false, true] {
+        for refused in [world.run(Command::Uncordon { worker }), restart(&mut world)] {
+            assert!(
+                matches!(refused, Err(Rejection::WorkerGone { .. })),
+                "{refused:?}"
+            );
+        }
+        if !left {
+            world.lose(worker);
+            assert_eq!(world.state.worker(worker).unwrap().standing, Standing::Left);
+        }
+    }
+}
+
+#[test]
+fn a_request_id_with_another_priority_is_another_submission() {
+    let mut world = World::new();
+    let with = |urgency| match submission(Some("a"), "/out") {
+        Command::Submit {
+            request_id,
+            spec,
+            parent,
+            output,
+            device_kind,
+            ..
+        } => Command::Submit {
+            request_id,
+            spec,
+            parent,
+            output,
+            device_kind,
+            priority: urgency,
+        },
+        other => other,
+    };
+    world.run(with(0)).unwrap();
+    assert!(matches!(world.run(with(0)), Err(Rejection::SubmittedBefore(_))));
+    let other = world.run(with(5)).unwrap_err();
+    assert!(matches!(other, Rejection::RequestIdTaken { .. }), "{other}");
+    assert!(other.to_string().contains("priority"), "{other}");
+}
+
+#[test]
 fn a_worker_that_left_reads_as_left_and_its_number_is_not_given_again_once_it_is_forgotten() {
     let mut world = World::new();
     let (first, second) = (world.join("a", 1, 1), world.join("b", 1, 1));

@@ -7,7 +7,7 @@ use tonic::Status;
 use super::handle::wire;
 use super::request::{Greeting, Reply, WorkerHandle};
 use super::{Link, Owner, status};
-use crate::scheduler::{Command, Epoch, Lease, Rejection, Term, WorkerId};
+use crate::scheduler::{Command, Epoch, Lease, Rejection, Standing, Term, WorkerId};
 use crate::service::watch::Watchers;
 use crate::term::Heard;
 
@@ -20,7 +20,7 @@ impl Owner {
         let Some(known) = self
             .state
             .worker(worker)
-            .filter(|known| !known.standing.is_gone())
+            .filter(|known| known.standing == Standing::Present)
         else {
             // Refused in words of its own.
             return Ok(());
