@@ -184,6 +184,29 @@ async fn keep_showing(
     }
 }
 
+/// Refuses a stage that a job does not have, where one is named.
+async fn require_stage(client: &mut Client, job: &str, stage: &str) -> anyhow::Result<()> {
+    if stage.is_empty() {
+        return Ok(());
+    }
+    has_stage(&client.get(job).await?, stage)
+}
+
+fn has_stage(job: &Job, stage: &str) -> anyhow::Result<()> {
+    let stages: Vec<&str> = job.stages.iter().map(|known| known.name.as_str()).collect();
+    if stages.contains(&stage) {
+        return Ok(());
+    }
+    let known = match stages.as_slice() {
+        [] => "none yet".to_owned(),
+        stages => stages.join(", "),
+    };
+    Err(failure::not_found(format!(
+        "{} has no stage `{stage}` so far; it has {known}",
+        job.id
+    )))
+}
+
 /// Asks before what cannot be taken back, where somebody sits at a terminal.
 fn confirm(what: &str, yes: bool) -> anyhow::Result<()> {
     if yes || !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
@@ -220,5 +243,36 @@ pub(crate) fn verdict(job: &Job) -> anyhow::Result<()> {
             "{} has not ended: the coordinator went away",
             job.id
         ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use espalier_proto::v1::Stage;
+
+    use super::*;
+
+    #[test]
+    fn a_stage_that_a_job_does_not_have_is_said_with_those_it_has() {
+        let mut job = Job {
+            id: "job-1".to_owned(),
+            ..Job::default()
+        };
+        let none = has_stage(&job, "score").unwrap_err().to_string();
+        assert!(none.contains("none yet"), "{none}");
+        for name in ["ingest", "score"] {
+            let name = name.to_owned();
+            job.stages.push(Stage {
+                name,
+                ..Stage::default()
+            });
+        }
+        has_stage(&job, "score").unwrap();
+        let other = has_stage(&job, "nope").unwrap_err().to_string();
+        assert!(
+            other.contains("job-1 has no stage `nope`") && other.contains("ingest, score"),
+            "{other}"
+        );
     }
 }

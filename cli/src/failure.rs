@@ -44,6 +44,15 @@ pub(crate) fn usage(message: impl Into<String>) -> anyhow::Error {
     .into()
 }
 
+/// There is no such thing.
+pub(crate) fn not_found(message: impl Into<String>) -> anyhow::Error {
+    Failure {
+        code: 3,
+        message: message.into(),
+    }
+    .into()
+}
+
 /// It took too long.
 pub(crate) fn timed_out(message: impl Into<String>) -> anyhow::Error {
     Failure {
@@ -91,10 +100,22 @@ pub(crate) fn declined() -> anyhow::Error {
 
 /// Prints the error on one line and gives its exit code.
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
-    let message = format!("{error:#}");
+    let message = message(error);
     let line = message.split_whitespace().collect::<Vec<_>>().join(" ");
     output::say(&format!("error: {line}"));
     ExitCode::from(code(error))
+}
+
+/// An error and its causes, each said once: many say their cause themselves.
+fn message(error: &anyhow::Error) -> String {
+    let mut message = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !message.contains(&cause) {
+            message.push_str(": ");
+            message.push_str(&cause);
+        }
+    }
+    message
 }
 
 /// Whether nobody answered, as while a coordinator is restarted.
@@ -136,6 +157,7 @@ fn code_of_coordinator(error: &Error) -> u8 {
         Error::Exhausted(_)
         | Error::File { .. }
         | Error::StoreId { .. }
+        | Error::StoreFull(_)
         | Error::Journal(_)
         | Error::Internal(_) => MACHINE,
     }
@@ -162,12 +184,21 @@ mod tests {
     }
 
     #[test]
+    fn a_cause_is_said_once() {
+        let said = message(&listen(ErrorKind::AddrInUse));
+        assert_eq!(said.matches("address in use").count(), 1, "{said}");
+        let outer = anyhow::anyhow!("no such file").context("the spec cannot be read");
+        assert_eq!(message(&outer), "the spec cannot be read: no such file");
+    }
+
+    #[test]
     fn every_kind_of_error_has_the_exit_code_that_is_documented() {
         let cases = [
             (job("x"), 1),
             (usage("x"), 2),
             (Error::Invalid(String::new()).into(), 2),
             (Error::NotFound(String::new()).into(), 3),
+            (not_found("x"), 3),
             (Error::Timeout { call: "get" }.into(), 4),
             (timed_out("x"), 4),
             (Error::Denied(String::new()).into(), 5),

@@ -228,8 +228,9 @@ impl Client {
             Code::DeadlineExceeded => Error::Timeout { call },
             // tonic tells a deadline of its own by cancelling.
             Code::Cancelled if message.contains("imeout") => Error::Timeout { call },
-            // A connection that breaks in the middle of a stream comes as unknown.
-            Code::Unavailable | Code::Unknown => Error::Unreachable {
+            // A connection that breaks in the middle of a stream comes as unknown, one to what speaks something else
+            // as cancelled.
+            Code::Unavailable | Code::Unknown | Code::Cancelled => Error::Unreachable {
                 endpoint: self.endpoint.clone(),
                 message,
             },

@@ -83,6 +83,9 @@ pub enum Error {
     /// No room: disk or queues.
     #[error("{0}")]
     Exhausted(String),
+    /// The artifact store is full.
+    #[error("{0}")]
+    StoreFull(String),
     /// Another coordinator has taken over.
     #[error("this coordinator (term {own}) has been succeeded by one of term {term}: it stops")]
     Succeeded {
@@ -114,7 +117,7 @@ impl Error {
             Self::File { source, .. } | Self::Journal(journal::Error::Io { source, .. }) => {
                 journal::is_full(source)
             }
-            Self::Journal(journal::Error::Full { .. }) | Self::Exhausted(_) => true,
+            Self::Journal(journal::Error::Full { .. }) | Self::StoreFull(_) => true,
             _ => false,
         }
     }

@@ -10,6 +10,7 @@ use common::{DEADLINE, FakeWorker, Place, Story, client, end_of, hello, run_one}
 use espalier_coordinator::client::Client;
 use espalier_coordinator::{Coordinator, CoordinatorOptions, Error, Handle, doctor};
 use espalier_proto::v1::JobState;
+use tokio::io::AsyncWriteExt;
 use tonic::Code;
 
 /// A coordinator of the one cluster on a disk of this name.
@@ -196,6 +197,30 @@ async fn an_address_of_another_kind_is_refused_before_anything_is_sent() {
     ] {
         let refused = Client::connect(wrong, DEADLINE).await.unwrap_err();
         assert!(matches!(refused, Error::Endpoint { .. }), "{wrong}: {refused}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_listens_there_and_is_no_coordinator_is_none_that_answers() {
+    for says in [
+        "",
+        "220 mail.example ESMTP\r\n",
+        "HTTP/1.1 400 Bad Request\r\n\r\n",
+    ] {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let other = tokio::spawn(async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                let _ = stream.write_all(says.as_bytes()).await;
+            }
+        });
+        let asked = match Client::connect(&endpoint, DEADLINE).await {
+            Ok(mut client) => client.list(1, "", &[]).await.map(drop),
+            Err(error) => Err(error),
+        };
+        let error = asked.unwrap_err();
+        assert!(matches!(error, Error::Unreachable { .. }), "{says:?}: {error:?}");
+        other.abort();
     }
 }
 

@@ -37,6 +37,36 @@ async fn every_coordinator_of_a_store_tells_its_workers_the_same_id_and_that_is_
     assert_eq!(told, [lies_there.clone(), lies_there.clone(), lies_there]);
 }
 
+#[tokio::test]
+async fn a_store_in_the_data_directory_is_refused_unless_it_is_the_place_for_it() {
+    let place = Place::new();
+    let data_dir = place.directory.path().join("disk");
+    std::fs::create_dir(&data_dir).unwrap();
+    let linked = place.directory.path().join("linked");
+    std::os::unix::fs::symlink(&data_dir, &linked).unwrap();
+    for wrong in [
+        data_dir.clone(),
+        data_dir.join("store"),
+        linked,
+        data_dir.join("artifacts/more"),
+    ] {
+        let refused = coordinator(&place, "disk", &wrong).await.unwrap_err();
+        assert!(matches!(refused, Error::Invalid(_)), "{wrong:?}: {refused:?}");
+        let said = refused.to_string();
+        assert!(said.contains("lies in the data directory"), "{said}");
+        assert!(
+            !data_dir.join("claimant").exists(),
+            "something was begun in {wrong:?}"
+        );
+    }
+    let beside = place.directory.path().join("disk-of-artifacts");
+    for right in [beside, data_dir.join("artifacts")] {
+        let running = coordinator(&place, "disk", &right).await.unwrap();
+        running.shutdown(DEADLINE).await.unwrap();
+        std::fs::remove_dir_all(&data_dir).unwrap();
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_store_that_is_not_mounted_is_refused_and_not_made_anew() {
     let place = Place::new();

@@ -9,7 +9,7 @@ use espalier_coordinator::Error;
 use espalier_proto::v1::{TaskDetail, TaskState};
 use serde_json::{Value, json};
 
-use super::connect;
+use super::{connect, require_stage};
 use crate::args::{Format, JobLogs, Remote, TaskLogs};
 use crate::{failure, output};
 
@@ -57,7 +57,11 @@ pub(crate) async fn of_job(arguments: JobLogs) -> anyhow::Result<()> {
         TaskState::Abandoned,
     ];
     let format = arguments.remote.how.format;
-    for task in client.tasks(&arguments.job, &begun, &arguments.stage).await? {
+    let tasks = client.tasks(&arguments.job, &begun, &arguments.stage).await?;
+    if tasks.is_empty() {
+        require_stage(&mut client, &arguments.job, &arguments.stage).await?;
+    }
+    for task in tasks {
         let mut lines = match client.logs(task.id, 0, arguments.tail, false).await {
             // An abandoned task may never have been tried.
             Err(Error::NotFound(_)) => continue,

@@ -3,7 +3,7 @@
 use espalier_coordinator::client::Client;
 use espalier_proto::v1::TaskState;
 
-use super::{connect, logs, show};
+use super::{connect, logs, require_stage, show};
 use crate::args::{ListTasks, OneTask, TaskCommand, TaskStateName};
 use crate::output;
 
@@ -19,6 +19,9 @@ async fn list(arguments: ListTasks) -> anyhow::Result<()> {
     let states: Vec<TaskState> = arguments.state.iter().map(|name| state(*name)).collect();
     show(&arguments.listed, async |client: &mut Client| {
         let tasks = client.tasks(&arguments.job, &states, &arguments.stage).await?;
+        if tasks.is_empty() && !arguments.listed.watch {
+            require_stage(client, &arguments.job, &arguments.stage).await?;
+        }
         Ok(output::tasks(&tasks))
     })
     .await

@@ -81,6 +81,8 @@ impl Handle {
         timeout_at(deadline, owner).await.map(drop).map_err(late)?;
         // Nobody is left to send it lines.
         let log_writer = tokio::task::spawn_blocking(move || self.log_writer.join());
-        timeout_at(deadline, log_writer).await.map(drop).map_err(late)
+        timeout_at(deadline, log_writer).await.map(drop).map_err(late)?;
+        tracing::info!("the coordinator has stopped");
+        Ok(())
     }
 }

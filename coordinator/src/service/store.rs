@@ -3,7 +3,7 @@
 //! A directory that is not mounted looks like an empty store, in which everything that was done is missing. So
 //! the data directory remembers which store it was, and another is not taken in its place.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use espalier_artifact::ArtifactStore;
 
@@ -13,6 +13,9 @@ use crate::{Error, Result, remains};
 
 /// Opens the store as workers are told of it, so that a wrong one is found at the start.
 pub(super) fn open(options: &CoordinatorOptions) -> Result<ArtifactStore> {
+    if let Some(store) = &options.store {
+        refuse_inside(store, &options.data_dir)?;
+    }
     let inside = || {
         remains::own_store(&options.data_dir)
             .to_string_lossy()
@@ -25,6 +28,36 @@ pub(super) fn open(options: &CoordinatorOptions) -> Result<ArtifactStore> {
         ArtifactStore::open(&location)
     };
     opened.map_err(|error| refused(&error, &options.data_dir))
+}
+
+/// What lies there would be taken for part of the coordinator's own files, and be lost with them.
+fn refuse_inside(store: &str, data_dir: &Path) -> Result<()> {
+    let directory = match store.split_once("://") {
+        None => store,
+        Some(("file", path)) => path,
+        Some(_) => return Ok(()),
+    };
+    let (directory, own) = (resolved(Path::new(directory)), resolved(data_dir));
+    if !directory.starts_with(&own) || directory == remains::own_store(&own) {
+        return Ok(());
+    }
+    Err(Error::Invalid(format!(
+        "store: {store} lies in the data directory {}: name a directory elsewhere, or leave it out, which is the same \
+         as {}",
+        data_dir.display(),
+        remains::own_store(data_dir).display()
+    )))
+}
+
+/// As far as it is there, without links.
+fn resolved(path: &Path) -> PathBuf {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    for there in path.ancestors() {
+        if let (Ok(real), Ok(rest)) = (there.canonicalize(), path.strip_prefix(there)) {
+            return real.join(rest);
+        }
+    }
+    path
 }
 
 /// The store's id, which workers are told; the first coordinator on it makes it.
@@ -56,7 +89,7 @@ fn refused(error: &espalier_artifact::Error, data_dir: &Path) -> Error {
     };
     let told = format!("store: {error}{remedy}");
     if error.is_full() {
-        Error::Exhausted(told)
+        Error::StoreFull(told)
     } else {
         Error::Invalid(told)
     }

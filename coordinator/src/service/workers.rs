@@ -266,9 +266,10 @@ fn spoken(hello: &v1::Hello) -> Result<u32, Status> {
 fn introduction(hello: v1::Hello) -> Result<Introduction, Status> {
     let allowed = |character: char| character.is_ascii_alphanumeric() || "-_.".contains(character);
     let name = hello.worker;
-    if name.is_empty() || name.len() > NAME_CHARACTERS || !name.chars().all(allowed) {
+    let is_place = matches!(name.as_str(), "." | "..");
+    if name.is_empty() || name.len() > NAME_CHARACTERS || !name.chars().all(allowed) || is_place {
         return Err(Status::invalid_argument(format!(
-            "worker: `{}` must be 1 to {NAME_CHARACTERS} letters, digits, `-`, `_` or `.`",
+            "worker: `{}` must be 1 to {NAME_CHARACTERS} letters, digits, `-`, `_` or `.`, and not `.` or `..`",
             name.escape_debug().take(2 * NAME_CHARACTERS).collect::<String>()
         )));
     }
@@ -339,6 +340,23 @@ mod tests {
                 );
             }
             other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_name_that_would_be_a_place_in_a_path_is_refused() {
+        for (name, sound) in [
+            ("a", true),
+            ("...", true),
+            (".", false),
+            ("..", false),
+            ("a/b", false),
+        ] {
+            let hello = v1::Hello {
+                worker: name.to_owned(),
+                ..v1::Hello::default()
+            };
+            assert_eq!(introduction(hello).is_ok(), sound, "{name}");
         }
     }
 

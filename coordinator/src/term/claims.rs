@@ -220,7 +220,7 @@ impl Claims {
 pub(crate) fn store_error(error: espalier_artifact::Error) -> Error {
     let told = format!("store: {error}");
     if error.is_full() {
-        Error::Exhausted(told)
+        Error::StoreFull(told)
     } else {
         Error::Invalid(told)
     }

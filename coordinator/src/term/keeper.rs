@@ -63,6 +63,7 @@ impl Keeper {
     pub async fn keep(self: Arc<Self>, stop: CancellationToken) {
         // A store that does not answer is asked again soon, but not at once; nor whenever a worker says so.
         let least = self.lease / 20;
+        let mut complained = false;
         loop {
             let due = self
                 .with(|authority| authority.look_again_at())
@@ -79,8 +80,17 @@ impl Keeper {
                 () = stop.cancelled() => return,
                 () = pause => {}
             }
-            if let Err(error) = self.look().await {
-                tracing::warn!(%error, "the terms in the store cannot be read; authority ends when that lasts");
+            match self.look().await {
+                Err(error) if !complained => {
+                    tracing::warn!(%error, "the terms in the store cannot be read; authority ends when that lasts");
+                    complained = true;
+                }
+                Err(_) => {}
+                Ok(()) => {
+                    if std::mem::take(&mut complained) {
+                        tracing::info!("the terms in the store can be read again");
+                    }
+                }
             }
             if self.is_superseded() {
                 return;
@@ -102,7 +112,16 @@ impl Keeper {
             .map_err(|_| {
                 Error::Exhausted("store: no answer within a quarter of the term's lease".to_owned())
             })??;
-        self.with(|authority| authority.looked(begun_at, highest));
+        let own = self.with(|authority| {
+            authority.looked(begun_at, highest);
+            authority.term()
+        });
+        if own > highest {
+            let term = own.unwrap_or_default();
+            return Err(Error::NotFound(format!(
+                "store: the claim of term {term} is not there: is the store still where it was?"
+            )));
+        }
         Ok(())
     }
 

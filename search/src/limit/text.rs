@@ -37,6 +37,9 @@ pub(super) fn parse(metric: Metric, value: &str) -> Result<Bound> {
             example(metric)
         ))
     })?;
+    if number == f64::INFINITY {
+        return Err(refuse(format!("is too large, expected {}", example(metric))));
+    }
     if !number.is_finite() || number <= 0.0 {
         return Err(refuse(format!("is not above 0, expected {}", example(metric))));
     }
@@ -172,7 +175,8 @@ mod tests {
                 "40ms",
                 "has the unit `ms`, expected tokens a second",
             ),
-            (Metric::Memory, "1e999GiB", "is not above 0"),
+            (Metric::Memory, "1e999GiB", "is too large"),
+            (Metric::Latency, "1e400%", "is too large"),
             (Metric::Memory, "", "does not begin with a number"),
         ];
         for (metric, text, expected) in cases {

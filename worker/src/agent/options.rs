@@ -87,9 +87,10 @@ impl WorkerOptions {
         let invalid = |reason: String| Err(Error::Invalid { reason });
         let plain =
             |character: char| character.is_ascii_alphanumeric() || matches!(character, '-' | '_' | '.');
-        if self.name.is_empty() || self.name.len() > 64 || !self.name.chars().all(plain) {
+        let is_place = matches!(self.name.as_str(), "." | "..");
+        if self.name.is_empty() || self.name.len() > 64 || !self.name.chars().all(plain) || is_place {
             return invalid(format!(
-                "worker name is {:?}, expected 1 to 64 letters, digits, '-', '_' or '.'",
+                "worker name is {:?}, expected 1 to 64 letters, digits, '-', '_' or '.', and not '.' or '..'",
                 self.name
             ));
         }
@@ -169,4 +170,25 @@ fn memory_bytes() -> u64 {
                 .ok()
         })
         .map_or(0, |kibibytes| kibibytes.saturating_mul(1024))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_name_that_would_be_a_place_in_a_path_is_refused() {
+        for (name, sound) in [
+            ("a", true),
+            ("a.b", true),
+            ("...", true),
+            (".", false),
+            ("..", false),
+            ("a/b", false),
+        ] {
+            let options = WorkerOptions::cpu("http://127.0.0.1:7474", name, 1);
+            assert_eq!(options.validate().is_ok(), sound, "{name}");
+        }
+    }
 }
