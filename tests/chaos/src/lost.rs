@@ -1,7 +1,9 @@
 //! The coordinator's node is gone, disk and all: another takes over from the artifact store.
 //!
 //! What must hold: the job goes on and ends well; of what had been acknowledged only the last shipping interval
-//! is done again; the coordinator that was, coming back or waking up, stops by itself.
+//! is done again; the coordinator that was, coming back or waking up, stops by itself. One that wakes up may
+//! acknowledge until its lease is over or it sees its successor, who waits that out: what it does so is not shipped
+//! any more, and counts to that interval.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -31,11 +33,11 @@ pub struct Report {
     pub acknowledged: usize,
     /// Of those, done again.
     pub again: usize,
-    /// How long before the loss the earliest of those had been acknowledged, seconds.
+    /// From the acknowledgement of the earliest of those to the loss, or to the latest of those after it, seconds.
     pub reach_seconds: f64,
-    /// Results acknowledged after the loss and done again all the same: two coordinators have both promoted.
+    /// Results acknowledged once only the successor served, and done again all the same: two have both promoted.
     pub late: usize,
-    /// Errands of which two ends were acknowledged after the loss: the same.
+    /// Errands of which two ends were acknowledged after that: the same.
     pub twice: usize,
     /// Errands of the job without an acknowledged good end.
     pub missing: usize,
@@ -81,7 +83,7 @@ async fn lose(rig: &mut Rig, story: &Story, asleep: bool) -> Result<Report> {
     let id = rig.submit("job0").await?;
     tokio::time::sleep(WORK).await;
     let old = rig.move_on()?.context("there was no coordinator")?;
-    let lost_at = u64::try_from(SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos())?;
+    let lost_at = now()?;
     old.signal(if asleep { libc::SIGSTOP } else { libc::SIGKILL })?;
     rig.start_coordinator()?;
     rig.client().await?;
@@ -97,6 +99,7 @@ async fn lose(rig: &mut Rig, story: &Story, asleep: bool) -> Result<Report> {
         !status.success(),
         "the coordinator that was ended as if all were well"
     );
+    let served_until = if asleep { now()? } else { lost_at };
     let ended = rig.end_of(&id, END).await?;
     ensure!(
         ended.state() == JobState::Succeeded,
@@ -104,7 +107,13 @@ async fn lose(rig: &mut Rig, story: &Story, asleep: bool) -> Result<Report> {
         ended.message
     );
     tokio::time::sleep(Duration::from_secs(3)).await;
-    judge(&rig.ledger()?, story, lost_at)
+    judge(&rig.ledger()?, story, lost_at, served_until)
+}
+
+fn now() -> Result<u64> {
+    Ok(u64::try_from(
+        SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos(),
+    )?)
 }
 
 /// What the attempt with a number was at, as of its last beginning.
@@ -116,12 +125,13 @@ struct Begun<'a> {
     acknowledged: bool,
 }
 
-fn judge(ledger: &[Entry], story: &Story, lost_at: u64) -> Result<Report> {
-    let successor_from = lost_at.saturating_add(u64::try_from(UNDER_WAY.as_nanos())?);
+/// What the ledger tells: the node was lost at `lost_at`, and the coordinator that was ended at `served_until`.
+fn judge(ledger: &[Entry], story: &Story, lost_at: u64, served_until: u64) -> Result<Report> {
+    let successor_from = served_until.saturating_add(u64::try_from(UNDER_WAY.as_nanos())?);
     let mut begun: BTreeMap<(u32, u64), Begun<'_>> = BTreeMap::new();
     let mut good: BTreeMap<&str, (u64, usize)> = BTreeMap::new();
     let mut report = Report::default();
-    let mut earliest = lost_at;
+    let (mut earliest, mut latest) = (lost_at, lost_at);
     for (beginning, entry) in ledger.iter().enumerate() {
         match &entry.what {
             What::Began { errand } => {
@@ -137,6 +147,7 @@ fn judge(ledger: &[Entry], story: &Story, lost_at: u64) -> Result<Report> {
                     Some((at, _)) => {
                         report.again += 1;
                         earliest = earliest.min(at);
+                        latest = latest.max(at);
                     }
                     None => {}
                 }
@@ -163,7 +174,7 @@ fn judge(ledger: &[Entry], story: &Story, lost_at: u64) -> Result<Report> {
     }
     let wanted = story.stages * story.errands;
     ensure!(good.len() <= wanted, "more errands than were planned");
-    report.reach_seconds = Duration::from_nanos(lost_at.saturating_sub(earliest)).as_secs_f64();
+    report.reach_seconds = Duration::from_nanos(latest.saturating_sub(earliest)).as_secs_f64();
     report.missing = wanted - good.len();
     Ok(report)
 }
@@ -189,6 +200,11 @@ mod tests {
 
     /// Seconds, attempt and what happened: `+x` began errand x, `-x` ended it, empty acknowledged.
     fn judged(entries: &[(u64, u64, &str)]) -> Report {
+        judged_until(LOST_AT, entries)
+    }
+
+    /// The same, where the coordinator that was served until then.
+    fn judged_until(served_until: u64, entries: &[(u64, u64, &str)]) -> Report {
         let entry = |&(seconds, attempt, what): &(u64, u64, &str)| Entry {
             at: seconds * SECOND,
             worker: 1,
@@ -203,7 +219,8 @@ mod tests {
                 _ => What::Acknowledged,
             },
         };
-        judge(&entries.iter().map(entry).collect::<Vec<_>>(), &story(), LOST_AT).unwrap()
+        let entries: Vec<Entry> = entries.iter().map(entry).collect();
+        judge(&entries, &story(), LOST_AT, served_until).unwrap()
     }
 
     /// Errand `a` is done and acknowledged long before.
@@ -227,7 +244,7 @@ mod tests {
         let handed_back_and_on = [(110, 2, ""), (110, 3, "+b"), (111, 3, "-b"), (112, 3, "")];
         let report = judged(&[&BEFORE[..], &last, &handed_back_and_on].concat());
         assert!(report.holds(), "{report:?}");
-        assert_eq!((report.again, report.reach_seconds), (1, 2.0));
+        assert_eq!(report.again, 1);
         // Entries of two workers may come in either order.
         let other_order = [(110, 3, "+b"), (110, 2, ""), (111, 3, "-b"), (112, 3, "")];
         let report = judged(&[&BEFORE[..], &last, &other_order].concat());
@@ -242,6 +259,27 @@ mod tests {
         assert!(report.holds(), "{report:?}");
         let report = judged(&[&BEFORE[..], &woken, &successor].concat());
         assert_eq!(report.late, 1);
+        assert!(!report.holds(), "{report:?}");
+    }
+
+    #[test]
+    fn what_a_coordinator_that_woke_up_acknowledged_until_it_stopped_is_of_the_last_interval() {
+        let last = [(97, 2, "+b"), (97, 2, "-b"), (98, 2, "")];
+        let woken = [(99, 3, "+a"), (101, 3, "-a"), (102, 3, "")];
+        let successor = [
+            (110, 3, "+a"),
+            (111, 3, "-a"),
+            (112, 3, ""),
+            (112, 2, "+b"),
+            (113, 2, "-b"),
+            (114, 2, ""),
+        ];
+        let entries = [&last[..], &woken, &successor].concat();
+        let report = judged_until(103 * SECOND, &entries);
+        assert_eq!((report.again, report.reach_seconds, report.late), (2, 4.0, 0));
+        assert!(report.holds(), "{report:?}");
+        let report = judged_until(101 * SECOND, &entries);
+        assert_eq!(report.late, 1, "it had ended before");
         assert!(!report.holds(), "{report:?}");
     }
 

@@ -24,8 +24,9 @@ fn main() -> Result<ExitCode> {
             "killed, its disk gone"
         };
         println!(
-            "{what}: {} results acknowledged before, {} of them done again, none older than {:.1} s, {} missing; of \
-             those acknowledged after, {} done again and {} twice; the coordinator that was stopped by itself",
+            "{what}: {} results acknowledged before the loss; {} done again, acknowledged within {:.1} s; {} missing; of \
+             those that the successor acknowledged, {} done again and {} twice; the coordinator that was stopped by \
+             itself",
             report.acknowledged,
             report.again,
             report.reach_seconds,
