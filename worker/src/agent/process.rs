@@ -394,7 +394,12 @@ impl LogReader {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use std::time::Instant;
+
+    use espalier_proto::task::{ParentRef, Sort, TaskSpec};
+
     use super::*;
+    use crate::child::protocol::Order;
 
     #[test]
     fn running_out_of_memory_is_told_from_a_crash() {
@@ -419,6 +424,58 @@ mod tests {
             classify(aborted, &line("the budget ran out"), false).kind,
             FailureKind::Crashed
         );
+    }
+
+    #[tokio::test]
+    async fn an_end_is_not_explained_by_what_was_written_of_an_earlier_attempt() {
+        for (of_the_next, expected) in [("", None), ("echo of the next >&2;", Some("of the next"))] {
+            let script = format!("echo of an earlier one >&2; read -r line; {of_the_next} kill -9 $$");
+            let options = ChildOptions {
+                program: Some("/bin/sh".into()),
+                arguments: vec!["-c".to_owned(), script],
+                ..ChildOptions::default()
+            };
+            let device = DeviceOptions::cpu(1);
+            let mark = Mark::new("nowhere", "worker", &device.id);
+            let mut process = Process::start(&options, &device, &mark).unwrap();
+            let began = Instant::now();
+            while process.tail.lock().unwrap().is_empty() {
+                assert!(began.elapsed() < Duration::from_secs(60), "it writes nothing");
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            process.send(&Request::Run(Box::new(order()))).unwrap();
+            let (failure, lines) = process.autopsy().await;
+            assert!(!failure.message.contains("earlier"), "{}", failure.message);
+            let last = failure
+                .message
+                .split_once("its last line: ")
+                .map(|(_, line)| line);
+            assert_eq!(last, expected, "{}", failure.message);
+            assert!(
+                lines.iter().any(|(_, line)| line.contains("earlier")),
+                "its log is whole: {lines:?}"
+            );
+        }
+    }
+
+    fn order() -> Order {
+        let parent = ParentRef {
+            source: String::new(),
+            fingerprint: String::new(),
+            permutation: None,
+        };
+        let importance = Vec::new();
+        let spec = TaskSpec::Sort(Sort { parent, importance });
+        Order {
+            attempt: 2,
+            job: String::new(),
+            task: 1,
+            traceparent: String::new(),
+            artifact_store: String::new(),
+            artifact_store_id: String::new(),
+            spec,
+            gang: None,
+        }
     }
 
     #[tokio::test]
