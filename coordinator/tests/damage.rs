@@ -464,6 +464,31 @@ fn tables_behind_a_gap_in_the_journal_keep_nothing_of_jobs_archived_in_it() {
 }
 
 #[test]
+fn tables_that_wait_for_a_rush_to_end_stop_when_they_are_told_to() {
+    // Small segments, so that the journal forgets its beginning.
+    let truth = Truth::build(4 << 10, |past| {
+        for _ in 0..40 {
+            let job = past.job(20, 20);
+            past.end(job);
+            past.archive(job);
+        }
+    });
+    let (tables, position) = (Tables::default(), Arc::new(AtomicU64::new(0)));
+    let writer = tables.start(disk(), truth.path(), Arc::clone(&position)).unwrap();
+    // More since the start than tables keep up with, and its beginning is gone.
+    position.store(truth.last + 10_000, std::sync::atomic::Ordering::Release);
+    std::thread::sleep(Duration::from_secs(1));
+    assert!(tables.dump().is_err(), "they do not wait");
+    let began = Instant::now();
+    writer.stop();
+    assert!(
+        began.elapsed() < Duration::from_secs(2),
+        "it took {:?}",
+        began.elapsed()
+    );
+}
+
+#[test]
 fn tables_answer_for_tasks_attempts_events_and_scores() {
     let truth = Truth::build(1 << 20, |past| {
         let job = past.job(10, 10);

@@ -22,6 +22,8 @@ const RUSH_FRAMES: u64 = 4096;
 const INTERVAL: Duration = Duration::from_millis(100);
 /// Of the time that work takes, this many times as much is left to others: the tables can wait.
 const REST: u32 = 9;
+/// But no longer at a time: after everything was built anew there is much to catch up with.
+const LONGEST_REST: Duration = Duration::from_secs(1);
 /// How long tables that could not keep up wait for the rush to end before they are built anew.
 const RUSH: Duration = Duration::from_secs(30);
 
@@ -137,15 +139,19 @@ impl Follower {
                     is_shown = true;
                 }
                 self.shared.reflects.store(store.position(), Ordering::Release);
-                thread::park_timeout(INTERVAL);
+                self.wait(INTERVAL);
                 continue;
             }
-            let began = Instant::now();
+            let mut began = Instant::now();
             if follow(&mut store, &mut tailing, durable)? == Step::Gone {
                 // What was there at the start is history; where much came since, there is a rush, in which building
                 // anew would cost memory for a state that is about to change, and be in vain.
                 if durable.saturating_sub(self.history) > RUSH_FRAMES {
                     self.wait(RUSH);
+                    began = Instant::now();
+                }
+                if self.stops() {
+                    break;
                 }
                 let from = self.after_gap(&mut store, &journal, tailing.last())?;
                 tailing = Tailing::after(Arc::clone(&self.disk), &journal, from);
@@ -153,16 +159,21 @@ impl Follower {
             if is_shown {
                 self.shared.reflects.store(store.position(), Ordering::Release);
             }
-            thread::park_timeout(began.elapsed().saturating_mul(REST));
+            self.wait(began.elapsed().saturating_mul(REST).min(LONGEST_REST));
         }
         store.close();
         Ok(())
     }
 
+    /// Lets so much time pass, unless it is told to stop. Who tells it wakes it up once: it looks before it sleeps.
     fn wait(&self, pause: Duration) {
         let began = Instant::now();
-        while !self.stops() && began.elapsed() < pause {
-            thread::park_timeout(INTERVAL);
+        while !self.stops() {
+            let left = pause.saturating_sub(began.elapsed());
+            if left.is_zero() {
+                return;
+            }
+            thread::park_timeout(left);
         }
     }
 
