@@ -56,29 +56,31 @@ impl Archive {
         self
     }
 
-    /// What happened to the job, the oldest first, the starts and completions of its attempts among it.
-    pub fn story(&self) -> Vec<EventRow> {
-        let of_attempt = |row: &AttemptRow, place: Place, kind: &str, unix_ms| EventRow {
-            frame: place.frame,
-            index: place.index,
-            unix_ms,
-            kind: kind.to_owned(),
-            task: row.task.0,
-            attempt: row.attempt.0,
-            worker: row.worker.clone(),
-            message: String::new(),
-        };
-        let mut story = self.events.clone();
+    /// What happened to the job, the oldest first.
+    pub fn story(&self) -> Vec<(Place, Moment<'_>)> {
+        let told = self.events.iter().map(|row| {
+            let (frame, index) = (row.frame, row.index);
+            (Place { frame, index }, Moment::Told(row))
+        });
+        let mut story: Vec<(Place, Moment<'_>)> = told.collect();
         for row in &self.attempts {
-            let started = |place| of_attempt(row, place, "attempt_started", row.started_unix_ms);
-            let ended_at = row.ended_unix_ms.unwrap_or(0);
-            let completed = |place| of_attempt(row, place, "attempt_completed", ended_at);
-            story.extend(row.started_in.map(started));
-            story.extend(row.completed_in.map(completed));
+            story.extend(row.started_in.map(|place| (place, Moment::Started(row))));
+            story.extend(row.completed_in.map(|place| (place, Moment::Completed(row))));
         }
-        story.sort_by_key(|row| (row.frame, row.index));
+        story.sort_by_key(|(place, _)| *place);
         story
     }
+}
+
+/// Something that happened to a job, as its archive holds it.
+#[derive(Debug, Clone, Copy)]
+pub enum Moment<'a> {
+    /// What has a row of its own.
+    Told(&'a EventRow),
+    /// An attempt started.
+    Started(&'a AttemptRow),
+    /// An attempt was completed.
+    Completed(&'a AttemptRow),
 }
 
 /// What can go wrong with an archive.

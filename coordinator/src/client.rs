@@ -262,6 +262,20 @@ impl<T> Messages<T> {
 pub const RECONNECTING: Duration = Duration::from_secs(60);
 const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(500);
 
+/// How long a coordinator has been away: from the first broken call on, whatever was waited for before.
+#[derive(Debug, Default)]
+struct Away {
+    since: Option<Instant>,
+}
+
+impl Away {
+    /// Whether it is tried again.
+    fn is_borne(&mut self, now: Instant) -> bool {
+        let since = *self.since.get_or_insert(now);
+        now.saturating_duration_since(since) < RECONNECTING
+    }
+}
+
 /// Snapshots of a job.
 #[derive(Debug)]
 pub struct Following {
@@ -278,7 +292,7 @@ impl Following {
     /// # Errors
     /// [`Error::Unreachable`] when the coordinator stays away.
     pub async fn next(&mut self) -> Result<Option<v1::Job>> {
-        let lost_at = Instant::now();
+        let mut away = Away::default();
         loop {
             let response = self.inner.message().await;
             let error = match response.map_err(|status| self.client.error("watch", &status)) {
@@ -286,13 +300,13 @@ impl Following {
                 Ok(None) => return Ok(None),
                 Err(error) => error,
             };
-            self.reconnect(error, lost_at).await?;
+            self.reconnect(error, &mut away).await?;
         }
     }
 
     /// Opens the stream again; gives `error` back when it is no lost connection or time is up.
-    async fn reconnect(&mut self, mut error: Error, lost_at: Instant) -> Result<()> {
-        while error.is_away() && lost_at.elapsed() < RECONNECTING {
+    async fn reconnect(&mut self, mut error: Error, away: &mut Away) -> Result<()> {
+        while error.is_away() && away.is_borne(Instant::now()) {
             tokio::time::sleep(BETWEEN_ATTEMPTS).await;
             let job_id = self.job_id.clone();
             match self.client.watch(&job_id, 0).await {
@@ -317,4 +331,24 @@ fn innermost(error: &dyn std::error::Error) -> String {
         error = source;
     }
     error.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+    use super::*;
+
+    #[test]
+    fn a_coordinator_is_away_from_the_first_broken_call_on_and_not_from_when_it_was_last_heard() {
+        let mut away = Away::default();
+        let asked = Instant::now();
+        let broke = asked + 10 * RECONNECTING;
+        assert!(
+            away.is_borne(broke),
+            "a long wait for a message is not its absence"
+        );
+        assert!(away.is_borne(broke + RECONNECTING / 2));
+        assert!(!away.is_borne(broke + RECONNECTING));
+    }
 }

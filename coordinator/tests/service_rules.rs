@@ -290,12 +290,14 @@ async fn followed_events_go_on_after_a_restart_and_none_comes_twice() {
     let place = Place::new();
     let handle = place.coordinator().await;
     let (job, _) = client(&handle).await.submit(place.spec(), "").await.unwrap();
-    client(&handle).await.pause(&job.id, "lunch").await.unwrap();
     let mut events = client(&handle).await.events(&job.id, true).await.unwrap();
     let mut kinds = Vec::new();
-    while kinds.last().map(String::as_str) != Some("job_paused") {
-        kinds.push(events.next().await.unwrap().expect("the pause comes").kind);
+    while kinds.last().map(String::as_str) != Some("stages_planned") {
+        kinds.push(events.next().await.unwrap().expect("the plan comes").kind);
     }
+    client(&handle).await.pause(&job.id, "lunch").await.unwrap();
+    kinds.push(events.next().await.unwrap().expect("the pause comes").kind);
+    assert_eq!(kinds, ["job_submitted", "stages_planned", "job_paused"]);
     let mut options = place.options();
     options.listen = handle.address();
     handle.shutdown(DEADLINE).await.unwrap();

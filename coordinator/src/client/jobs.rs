@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use espalier_proto::v1;
 
-use super::{BETWEEN_ATTEMPTS, Client, Messages, RECONNECTING, present};
+use super::{Away, BETWEEN_ATTEMPTS, Client, Messages, present};
 use crate::{Error, Result};
 
 impl Client {
@@ -93,19 +93,19 @@ pub struct Events {
 
 impl Events {
     /// The next; none after the last. Where they are followed and the connection breaks, for example because the
-    /// coordinator is restarted, it is made again for [`RECONNECTING`], and what comes next comes once.
+    /// coordinator is restarted, it is made again for [`super::RECONNECTING`], and what comes next comes once.
     ///
     /// # Errors
     /// [`Error::Unreachable`] when the coordinator stays away.
     pub async fn next(&mut self) -> Result<Option<v1::JobEvent>> {
-        let lost_at = Instant::now();
+        let mut away = Away::default();
         loop {
             match self.messages.next().await {
                 Ok(Some(event)) => {
                     self.last = Some(event.number);
                     return Ok(Some(event));
                 }
-                Err(error) if self.goes_on_after(&error) => self.reconnect(error, lost_at).await?,
+                Err(error) if self.goes_on_after(&error) => self.reconnect(error, &mut away).await?,
                 ended => return ended,
             }
         }
@@ -116,9 +116,9 @@ impl Events {
         self.follow && error.is_away() && self.last != Some(0)
     }
 
-    async fn reconnect(&mut self, mut error: Error, lost_at: Instant) -> Result<()> {
+    async fn reconnect(&mut self, mut error: Error, away: &mut Away) -> Result<()> {
         let after = self.last.unwrap_or_default();
-        while error.is_away() && lost_at.elapsed() < RECONNECTING {
+        while error.is_away() && away.is_borne(Instant::now()) {
             tokio::time::sleep(BETWEEN_ATTEMPTS).await;
             match self.client.events_after(&self.job_id, true, after).await {
                 Ok(messages) => {

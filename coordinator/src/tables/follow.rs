@@ -264,7 +264,7 @@ fn follow(store: &mut Store, tailing: &mut Tailing, durable: u64) -> Result<Step
         let last = tailing.last();
         let is_enough = change.is_enough() || last >= durable || last == was;
         if step == Step::Gone || is_enough {
-            if last > 0 && step != Step::Gone {
+            if last > 0 {
                 change.commit(last).map_err(Trouble::Tables)?;
             }
             return Ok(step);

@@ -61,7 +61,7 @@ fn tell(change: &mut Change<'_>, place: Place, event: &Event, told: Told<'_>) ->
     let job = match told.about {
         About::Job(job) => job,
         About::Task(task) | About::Attempt(task, _) => match change.range_of(task)? {
-            Some(range) => range.job,
+            Some((_, range)) => range.job,
             None => return Ok(()),
         },
     };
@@ -203,6 +203,11 @@ fn started(
     (worker, device): (WorkerId, &str),
     at: i64,
 ) -> Result<(), String> {
+    // Nothing would remove the row: the job's end was taken before, from its archive or by a change that a crash cut
+    // short, or a retry has forgotten the task.
+    if !change.is_live(task)? {
+        return Ok(());
+    }
     let name = change.get(&keys::worker(worker))?;
     let row = AttemptRow {
         attempt,
@@ -222,7 +227,7 @@ fn started(
 /// What a task of a job in the tables found.
 fn found(change: &mut Change<'_>, task: TaskId, output: &Payload) -> Result<(), String> {
     match change.range_of(task)? {
-        Some(range) => found_by(change, range.job, task, &range.kind, output),
+        Some((_, range)) => found_by(change, range.job, task, &range.kind, output),
         None => Ok(()),
     }
 }

@@ -44,7 +44,6 @@ pub struct AttemptRow {
     /// How it went.
     pub outcome: AttemptOutcome,
     /// Why it failed; one line, empty otherwise.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
     /// Where the journal says that it started. That is no row of the job's events then: most of them would be.
     #[serde(default, skip_serializing_if = "Option::is_none")]

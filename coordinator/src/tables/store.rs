@@ -133,17 +133,26 @@ impl Change<'_> {
         self.pending.insert(key, None);
     }
 
-    /// The range that a task is in.
-    pub fn range_of(&self, task: TaskId) -> Result<Option<TaskRange>, String> {
+    /// The range that a task is in, and its first task.
+    pub fn range_of(&self, task: TaskId) -> Result<Option<(TaskId, TaskRange)>, String> {
         let (from, up_to) = (keys::before_tasks(), keys::tasks(task));
         let own = self.pending.range(from..=up_to).next_back();
         let own = own.and_then(|(key, row)| Some((key.clone(), row.clone()?)));
         let stored = range_before(&self.store.database, task)?;
-        let Some((_, json)) = own.max(stored) else {
+        let Some((key, json)) = own.max(stored) else {
             return Ok(None);
         };
         let range: TaskRange = serde_json::from_slice(&json).map_err(|error| error.to_string())?;
-        Ok((task <= range.last).then_some(range))
+        let first = keys::number(&key, 0).map(TaskId).unwrap_or_default();
+        Ok((task <= range.last).then_some((first, range)))
+    }
+
+    /// Whether a task is one of a job that is not archived.
+    pub fn is_live(&self, task: TaskId) -> Result<bool, String> {
+        let Some((first, range)) = self.range_of(task)? else {
+            return Ok(false);
+        };
+        Ok(self.get::<()>(&keys::tasks_of(range.job, first))?.is_some())
     }
 
     /// Removes every row whose key begins with this.

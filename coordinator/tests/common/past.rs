@@ -123,13 +123,31 @@ impl Past {
             self.commit();
             planned += size;
             // The next stage is planned when this one is done.
-            let mut here = left.min(size);
+            let here = left.min(size);
             left -= here;
-            while here > 0 {
-                here -= self.round(here);
-            }
+            self.run(here);
         }
         job
+    }
+
+    /// Starts nothing more of a job.
+    pub fn pause(&mut self, job: JobId) {
+        let reason = "later".to_owned();
+        self.tell(Command::Pause { job, reason });
+        self.commit();
+    }
+
+    /// Lets a paused job go on.
+    pub fn resume(&mut self, job: JobId) {
+        self.tell(Command::Resume { job });
+        self.commit();
+    }
+
+    /// Runs so many tasks of jobs that go on.
+    pub fn run(&mut self, mut tasks: usize) {
+        while tasks > 0 {
+            tasks -= self.round(tasks);
+        }
     }
 
     /// Hands out what there is room for, and completes at most so many.

@@ -15,11 +15,11 @@ use tonic::Status;
 use super::request::{Reply, TaskListing};
 use super::shelf::{Seat, Shelf};
 use super::{Owner, Request, query};
-use crate::archive::{self, Archive, Archives};
+use crate::archive::{self, Archive, Archives, Moment};
 use crate::scheduler::{Command, Job, JobId, JobPhase, TaskId};
 use crate::service::surroundings::Clock;
 use crate::service::{history, view};
-use crate::tables::{self, AttemptRow, EventRow};
+use crate::tables::{self, AttemptRow};
 
 /// Jobs that succeeded or were cancelled and stay in the state.
 const KEPT_JOBS: usize = 16;
@@ -263,30 +263,46 @@ pub(super) fn tasks(
 pub(super) fn events(archive: &Archive, after: u64) -> Vec<(u64, v1::JobEvent)> {
     let story = archive.story();
     let older = story.len().saturating_sub(EVENTS_SHOWN);
-    let numbered = story.iter().scan(0, |last, row| {
-        *last = history::number(row.frame, *last);
-        Some((*last, row))
+    let numbered = story.iter().scan(0, |last, (place, moment)| {
+        *last = history::number(place.frame, *last);
+        Some((*last, *moment))
     });
-    let numbered: Vec<(u64, &EventRow)> = numbered.collect();
+    let numbered: Vec<(u64, Moment<'_>)> = numbered.collect();
     let (left_out, newest) = numbered.split_at(older);
     let mut lagged = left_out.last().is_some_and(|(number, _)| *number > after);
     newest
         .iter()
         .filter(|(number, _)| *number > after)
-        .map(|(number, row)| (*number, event(row, std::mem::take(&mut lagged))))
+        .map(|(number, moment)| (*number, event(*moment, std::mem::take(&mut lagged))))
         .collect()
 }
 
-fn event(row: &EventRow, lagged: bool) -> v1::JobEvent {
-    v1::JobEvent {
-        unix_ms: row.unix_ms,
-        kind: row.kind.clone(),
-        task: row.task,
-        attempt: row.attempt,
+fn event(moment: Moment<'_>, lagged: bool) -> v1::JobEvent {
+    let of_attempt = |row: &AttemptRow, kind: &str, unix_ms| v1::JobEvent {
+        unix_ms,
+        kind: kind.to_owned(),
+        task: row.task.0,
+        attempt: row.attempt.0,
         worker: row.worker.clone(),
-        message: row.message.clone(),
         lagged,
         ..v1::JobEvent::default()
+    };
+    match moment {
+        Moment::Started(row) => of_attempt(row, "attempt_started", row.started_unix_ms),
+        Moment::Completed(row) => {
+            let ended = row.ended_unix_ms.unwrap_or(0);
+            of_attempt(row, "attempt_completed", ended)
+        }
+        Moment::Told(row) => v1::JobEvent {
+            unix_ms: row.unix_ms,
+            kind: row.kind.clone(),
+            task: row.task,
+            attempt: row.attempt,
+            worker: row.worker.clone(),
+            message: row.message.clone(),
+            lagged,
+            ..v1::JobEvent::default()
+        },
     }
 }
 
