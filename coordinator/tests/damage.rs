@@ -5,23 +5,19 @@
 
 #[path = "common/past.rs"]
 mod past;
+#[path = "common/truth.rs"]
+mod truth;
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
-use std::time::{Duration, Instant};
 
 use espalier_coordinator::archive::{self, Archives};
 use espalier_coordinator::doctor;
-use espalier_coordinator::journal::disk::{Disk, SystemDisk};
 use espalier_coordinator::journal::{self, Journal, Options};
-use espalier_coordinator::scheduler::{Event, State, apply};
-use espalier_coordinator::tables::{DIRECTORY, Tables};
-use past::{Past, copy};
-
-/// Longer than anything here takes on a busy machine; only a failure waits for it.
-const DEADLINE: Duration = Duration::from_secs(120);
+use espalier_coordinator::scheduler::{Event, State};
+use espalier_coordinator::tables::DIRECTORY;
+use past::copy;
+use truth::{Truth, broken, disk, scratch, tables_of};
 
 /// Cases of each kind at random places.
 fn random_cases() -> u64 {
@@ -31,20 +27,6 @@ fn random_cases() -> u64 {
 /// Whether this is the check, not the tests of every day.
 fn is_whole() -> bool {
     std::env::var_os("ESPALIER_CHECK_DAMAGE").is_some()
-}
-
-/// In memory where there is such a place: these tests write and sync thousands of times.
-fn scratch() -> tempfile::TempDir {
-    let memory = Path::new("/dev/shm");
-    if memory.is_dir() {
-        tempfile::tempdir_in(memory).unwrap()
-    } else {
-        tempfile::tempdir().unwrap()
-    }
-}
-
-fn disk() -> Arc<dyn Disk> {
-    Arc::new(SystemDisk)
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -84,48 +66,7 @@ impl Places {
     }
 }
 
-/// A data directory and everything that happened in it.
-struct Truth {
-    directory: tempfile::TempDir,
-    told: Vec<(u64, Event)>,
-    last: u64,
-}
-
 impl Truth {
-    fn build(segment_bytes: u64, tell: impl FnOnce(&mut Past)) -> Self {
-        let directory = scratch();
-        let mut past = Past::open(&disk(), directory.path(), Options { segment_bytes });
-        tell(&mut past);
-        Self {
-            last: past.last_frame(),
-            told: past.told,
-            directory,
-        }
-    }
-
-    fn path(&self) -> &Path {
-        self.directory.path()
-    }
-
-    fn files(&self, part: &str) -> Vec<PathBuf> {
-        let mut files: Vec<PathBuf> = fs::read_dir(self.path().join("journal"))
-            .unwrap()
-            .map(|entry| entry.unwrap().path())
-            .filter(|path| path.file_name().unwrap().to_string_lossy().starts_with(part))
-            .collect();
-        files.sort();
-        files
-    }
-
-    /// The state after a frame.
-    fn state_after(&self, frame: u64) -> State {
-        let mut state = State::default();
-        for (_, event) in self.told.iter().take_while(|(told, _)| *told <= frame) {
-            apply(&mut state, event);
-        }
-        state
-    }
-
     /// Starts on a copy with this damage, mending it when the start says how. Gives the last frame that
     /// survived, and whether it had to be mended.
     fn survives(&self, file: &Path, bytes: &[u8], case: &str) -> (u64, bool) {
@@ -345,28 +286,6 @@ fn a_damaged_archive_is_reported_wherever_it_is_damaged() {
     assert!(doctor::check(truth.path()).unwrap().starts);
 }
 
-/// Lets the tables catch up with the journal; gives all they hold.
-fn tables_of(data_dir: &Path, last: u64) -> Vec<(Vec<u8>, Vec<u8>)> {
-    let (tables, position) = (Tables::default(), Arc::new(AtomicU64::new(last)));
-    let writer = tables.start(disk(), data_dir, position).unwrap();
-    let began = Instant::now();
-    let dump = loop {
-        if tables.reflects() == last
-            && let Ok(dump) = tables.dump()
-        {
-            break dump;
-        }
-        assert!(
-            began.elapsed() < DEADLINE,
-            "the tables do not catch up: {}",
-            tables.reflects()
-        );
-        std::thread::sleep(Duration::from_millis(5));
-    };
-    writer.stop();
-    dump
-}
-
 fn files_below(directory: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for entry in fs::read_dir(directory).unwrap() {
@@ -411,151 +330,4 @@ fn a_broken_table_store_is_set_aside_and_rebuilt() {
     }
     assert!(set_aside > 0);
     println!("damage: tables: {cases} cases, {set_aside} set aside, every one whole again");
-}
-
-fn broken(data_dir: &Path) -> usize {
-    let names = fs::read_dir(data_dir)
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name());
-    names
-        .filter(|name| name.to_string_lossy().starts_with("tables.broken-"))
-        .count()
-}
-
-#[test]
-fn tables_ahead_of_the_journal_are_built_anew() {
-    let truth = Truth::build(1 << 20, |past| {
-        past.job(20, 20);
-    });
-    tables_of(truth.path(), truth.last);
-    let earlier = truth.last / 2;
-    let rebuilt = tables_of(truth.path(), earlier);
-    assert_eq!(broken(truth.path()), 1);
-    let fresh = scratch();
-    copy(&truth.path().join("journal"), &fresh.path().join("journal"));
-    assert_eq!(rebuilt, tables_of(fresh.path(), earlier));
-}
-
-#[test]
-fn tables_behind_a_gap_in_the_journal_keep_nothing_of_jobs_archived_in_it() {
-    // Small segments, so that the journal forgets its beginning; more tasks than tables write at once.
-    let truth = Truth::build(4 << 10, |past| {
-        let job = past.job(700, 700);
-        past.end(job);
-        past.archive(job);
-        for _ in 0..40 {
-            let job = past.job(20, 20);
-            past.end(job);
-            past.archive(job);
-        }
-    });
-    let before = Truth::build(1 << 20, |past| {
-        past.job(700, 700);
-    });
-    let of_live = tables_of(before.path(), before.last);
-    assert!(of_live.len() > 1000, "{} rows", of_live.len());
-    let fresh = scratch();
-    copy(truth.path(), fresh.path());
-    let expected = tables_of(fresh.path(), truth.last);
-    copy(&before.path().join(DIRECTORY), &truth.path().join(DIRECTORY));
-    assert!(journal::segments(disk().as_ref(), &truth.path().join("journal")).unwrap()[0].0 > before.last);
-    assert!(tables_of(truth.path(), truth.last) == expected);
-    assert_eq!(broken(truth.path()), 0);
-}
-
-#[test]
-fn tables_built_from_an_archive_keep_nothing_of_attempts_that_the_journal_still_tells_of() {
-    // The journal forgets that the first job was planned, and not how it ran.
-    let truth = Truth::build(4 << 10, |past| {
-        let early = past.job(20, 0);
-        past.pause(early);
-        for _ in 0..40 {
-            let job = past.job(20, 20);
-            past.end(job);
-            past.archive(job);
-        }
-        past.resume(early);
-        past.run(20);
-        past.end(early);
-        past.archive(early);
-    });
-    let rows = tables_of(truth.path(), truth.last);
-    let of_attempts = rows.iter().filter(|(key, _)| key.first() == Some(&b'a'));
-    assert_eq!(of_attempts.count(), 0, "every job is archived");
-    assert!(rows.iter().any(|(key, _)| key.first() == Some(&b'r')));
-}
-
-#[test]
-fn tables_that_wait_for_a_rush_to_end_stop_when_they_are_told_to() {
-    // Small segments, so that the journal forgets its beginning.
-    let truth = Truth::build(4 << 10, |past| {
-        for _ in 0..40 {
-            let job = past.job(20, 20);
-            past.end(job);
-            past.archive(job);
-        }
-    });
-    let (tables, position) = (Tables::default(), Arc::new(AtomicU64::new(0)));
-    let writer = tables.start(disk(), truth.path(), Arc::clone(&position)).unwrap();
-    // More since the start than tables keep up with, and its beginning is gone.
-    position.store(truth.last + 10_000, std::sync::atomic::Ordering::Release);
-    std::thread::sleep(Duration::from_secs(1));
-    let began = Instant::now();
-    writer.stop();
-    assert!(
-        began.elapsed() < Duration::from_secs(2),
-        "it took {:?}",
-        began.elapsed()
-    );
-}
-
-#[test]
-fn tables_answer_for_tasks_attempts_events_and_scores() {
-    let truth = Truth::build(1 << 20, |past| {
-        let job = past.job(10, 10);
-        past.end(job);
-        past.archive(job);
-        past.job(10, 4);
-    });
-    let (tables, position) = (Tables::default(), Arc::new(AtomicU64::new(truth.last)));
-    let writer = tables.start(disk(), truth.path(), position).unwrap();
-    let began = Instant::now();
-    while tables.reflects() < truth.last {
-        assert!(began.elapsed() < DEADLINE);
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let (past, live) = ("job-1".parse().unwrap(), "job-2".parse().unwrap());
-    let archived = espalier_coordinator::scheduler::TaskId(3);
-    assert_eq!(tables.archived_job_of(archived).unwrap(), Some(past));
-    assert_eq!(tables.scores(past).unwrap().len(), 10);
-    let done = espalier_coordinator::scheduler::TaskId(11);
-    assert_eq!(tables.archived_job_of(done).unwrap(), None, "its job is live");
-    assert_eq!(
-        tables
-            .archived_job_of(espalier_coordinator::scheduler::TaskId(21))
-            .unwrap(),
-        None,
-        "there is none"
-    );
-    let attempts = tables.attempts(done).unwrap();
-    assert_eq!(attempts.len(), 1);
-    assert_eq!(
-        (attempts[0].worker.as_str(), attempts[0].outcome.name()),
-        ("worker-a", "completed")
-    );
-    assert_eq!(tables.attempts_of_job(live).unwrap().len(), 10);
-    assert_eq!(
-        tables.attempts_of_job(past).unwrap(),
-        [],
-        "they are in its archive"
-    );
-    let events = tables.events(live, 100).unwrap();
-    let kinds: Vec<&str> = events.iter().map(|event| event.kind.as_str()).collect();
-    assert_eq!(
-        kinds,
-        ["job_submitted", "stages_planned"],
-        "attempts' rows say the rest"
-    );
-    assert_eq!(tables.decisions(live).unwrap().len(), 1);
-    writer.stop();
 }
