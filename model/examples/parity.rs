@@ -140,7 +140,7 @@ fn write_export(
     } else {
         Precision::F32
     };
-    export(&smaller, parent, directory, precision)?;
+    export(&smaller, parent, directory, precision, operations.as_ref())?;
     if !asked.bf16 {
         return Ok(Arc::new(smaller));
     }

@@ -115,12 +115,24 @@ pub fn backward(
     }
 }
 
-/// Bytes that [`Saved`] holds for a block of this shape and an input of `rows` rows.
-pub fn saved_bytes(shape: &BlockShape, hidden: usize, rows: usize) -> usize {
-    let per_row = match shape {
-        BlockShape::Attention(shape) => attention::saved_elements(shape, hidden),
-        BlockShape::Mlp(shape) => mlp::saved_elements(shape, hidden),
-        BlockShape::Mamba2(_) | BlockShape::Moe(_) => 0,
+/// What [`Saved`] holds for one row of a block's input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct SavedRow {
+    /// Entries of activations.
+    activations: usize,
+    /// Entries of statistics, f32 everywhere.
+    statistics: usize,
+}
+
+/// Bytes that [`Saved`] holds for a block of this shape and an input of `rows` rows, when an entry of an
+/// activation takes `activation_bytes` (see [`Operations::activation_bytes`]).
+pub fn saved_bytes(shape: &BlockShape, hidden: usize, rows: usize, activation_bytes: usize) -> usize {
+    let row = match shape {
+        BlockShape::Attention(shape) => attention::saved_row(shape, hidden),
+        BlockShape::Mlp(shape) => mlp::saved_row(shape, hidden),
+        BlockShape::Mamba2(_) | BlockShape::Moe(_) => return 0,
     };
-    per_row.saturating_mul(rows).saturating_mul(size_of::<f32>())
+    let activations = row.activations.saturating_mul(activation_bytes);
+    let statistics = row.statistics.saturating_mul(size_of::<f32>());
+    activations.saturating_add(statistics).saturating_mul(rows)
 }

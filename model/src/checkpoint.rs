@@ -18,6 +18,7 @@ use serde_json::Value;
 
 use crate::ops::Operations;
 use crate::tokenizer::{Tokenizer, check_vocabulary};
+use crate::weights::for_blocks;
 use crate::{Error, Model, Result};
 
 pub use side_files::{SideFiles, SpecialTokens};
@@ -99,15 +100,17 @@ impl Parent {
         Ok(hasher.finalize().to_hex().to_string())
     }
 
-    /// Reads every weight, converted to f32, onto the backend's device.
+    /// Reads every weight onto the backend's device, in the backend's own type.
     ///
     /// # Errors
     /// When a file cannot be read any more.
     pub fn load(&self, ops: &dyn Operations) -> Result<Model> {
         Model::from_tensors(&self.architecture, |spec| {
             let (rows, columns) = stored::matrix(&spec.shape);
-            ops.upload(&self.tensors.read(&spec.name)?, rows, columns)
-        })
+            let tensor = ops.upload(&self.tensors.read(&spec.name)?, rows, columns)?;
+            for_blocks(ops, spec.role, tensor)
+        })?
+        .stacked(ops)
     }
 
     /// The tokenizer, already checked against the vocabulary.

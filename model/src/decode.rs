@@ -9,7 +9,7 @@ use espalier_arch::{Attention, BlockShape};
 use crate::block::{self, Context, RopeTables, attention};
 use crate::ops::{Head, KvCache, Layout, Operations};
 use crate::runner::block_parts;
-use crate::{AttentionWeights, BlockWeights, Error, Model, Result, Tensor};
+use crate::{BlockWeights, Error, Model, Result, Tensor};
 
 /// A batch of sequences being decoded together.
 #[derive(Debug)]
@@ -57,13 +57,11 @@ impl Session {
 
     /// Bytes of keys and values that a session of this size holds.
     pub fn cache_bytes(&self) -> usize {
-        let elements: usize = self
-            .caches
+        self.caches
             .iter()
             .flatten()
-            .map(|cache| cache.keys.len() + cache.values.len())
-            .sum();
-        elements * size_of::<f32>()
+            .map(|cache| cache.keys.bytes() + cache.values.bytes())
+            .sum()
     }
 
     /// Tokens of each sequence seen so far.
@@ -90,7 +88,8 @@ impl Session {
         let positions = self.length + layout.tokens;
         let operations = Arc::clone(&self.operations);
         let model = Arc::clone(&self.model);
-        let mut hidden = operations.embedding(&model.embedding, tokens)?;
+        let batch = operations.tokens(tokens, None)?;
+        let mut hidden = operations.embedding(&model.embedding, &batch)?;
         for index in 0..model.blocks.len() {
             let (shape, weights) = block_parts(&model, index)?;
             let table = self.rope.get(operations.as_ref(), shape, positions)?;
@@ -103,7 +102,7 @@ impl Session {
             let cache = self.caches.get_mut(index).and_then(Option::as_mut);
             hidden = match (shape, weights, cache) {
                 (BlockShape::Attention(shape), BlockWeights::Attention(weights), Some(cache)) => {
-                    attend(context, shape, weights, &hidden, cache, self.length)?
+                    attention::forward_cached(context, shape, weights, &hidden, cache, self.length)?
                 }
                 _ => block::forward(context, shape, weights, &hidden)?,
             };
@@ -157,8 +156,7 @@ impl Session {
     /// # Errors
     /// When the logits cannot be brought to the host.
     pub fn likeliest(&self, logits: &Tensor) -> Result<Vec<u32>> {
-        let values = self.operations.download(logits)?;
-        Ok(values.chunks(logits.columns().max(1)).map(argmax).collect())
+        self.operations.likeliest(logits)
     }
 
     fn layout_of(&self, tokens: &[u32]) -> Result<Layout> {
@@ -187,19 +185,7 @@ impl Session {
     }
 
     fn last_logits(&self, hidden: &Tensor, layout: Layout) -> Result<Tensor> {
-        let last = if layout.tokens == 1 {
-            hidden.clone()
-        } else {
-            // An embedding gathers rows of a table; here the table is the hidden states.
-            let rows = (1..=layout.sequences).map(|sequence| sequence * layout.tokens - 1);
-            let rows: Option<Vec<u32>> = rows.map(|row| u32::try_from(row).ok()).collect();
-            let rows = rows.ok_or_else(|| Error::OutOfRange {
-                what: "rows of the batch",
-                value: layout.rows(),
-                expected: format!("at most {}", u32::MAX),
-            })?;
-            self.operations.embedding(hidden, &rows)?
-        };
+        let last = hidden.strided_rows(layout.tokens - 1, layout.tokens)?;
         let epsilon = self.model.architecture.norm_epsilon;
         let (normed, _) = self.operations.rms_norm(&last, &self.model.final_norm, epsilon)?;
         self.operations.logits(Head {
@@ -209,41 +195,17 @@ impl Session {
     }
 }
 
-fn attend(
-    context: Context<'_>,
-    shape: &Attention,
-    weights: &AttentionWeights,
-    hidden: &Tensor,
-    cache: &mut KvCache,
-    position: usize,
-) -> Result<Tensor> {
-    let operations = context.operations;
-    let (query, key, value) = attention::project(context, shape, weights, hidden, position)?;
-    let attended = operations.attention_cached(&query, &key, &value, cache, shape, context.layout)?;
-    operations.linear_residual(&attended, &weights.output, weights.output_bias.as_ref(), hidden)
-}
-
 fn empty_cache(
     operations: &dyn Operations,
     shape: &Attention,
     sequences: usize,
     capacity: usize,
 ) -> Result<KvCache> {
-    let rows = sequences.saturating_mul(capacity);
+    let (rows, element_type) = (sequences.saturating_mul(capacity), operations.activation_type());
     Ok(KvCache {
-        keys: operations.zeros(rows, shape.kv_width())?,
-        values: operations.zeros(rows, shape.kv_width())?,
+        keys: operations.zeros(rows, shape.kv_width(), element_type)?,
+        values: operations.zeros(rows, shape.kv_width(), element_type)?,
         capacity,
         length: 0,
     })
-}
-
-fn argmax(row: &[f32]) -> u32 {
-    let mut best = (0, f32::NEG_INFINITY);
-    for (index, value) in (0_u32..).zip(row) {
-        if *value > best.1 {
-            best = (index, *value);
-        }
-    }
-    best.0
 }

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::tensor::{Device, ElementType};
+
 /// What can go wrong with tensors and checkpoints.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -18,6 +20,22 @@ pub enum Error {
     /// A write to storage that another handle reads.
     #[error("the tensor's storage is shared with another handle and cannot be written")]
     SharedTensor,
+    /// Elements that the host cannot read where they are.
+    #[error(
+        "the elements are {element_type} on {device}, expected f32 in the host's memory: download them first"
+    )]
+    NotOnHost {
+        /// Where they are.
+        device: Device,
+        /// What they are.
+        element_type: ElementType,
+    },
+    /// Elements that a backend has no room for.
+    #[error("the CPU backend holds f32 only, not {element_type}")]
+    ElementType {
+        /// What was asked for.
+        element_type: ElementType,
+    },
     /// A shape that does not follow from its parent's.
     #[error(transparent)]
     Architecture(#[from] espalier_arch::Error),

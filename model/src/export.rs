@@ -13,6 +13,7 @@ use espalier_arch::{Architecture, Block, BlockShape, Family};
 use serde_json::Value;
 
 use crate::checkpoint::{Parent, Precision};
+use crate::ops::Operations;
 use crate::{Error, Model, Result};
 
 /// What was written.
@@ -57,7 +58,13 @@ pub fn config(
 ///
 /// # Errors
 /// When the directory exists, a file cannot be written, or the shape cannot be expressed.
-pub fn export(model: &Model, parent: &Parent, directory: &Path, precision: Precision) -> Result<Exported> {
+pub fn export(
+    model: &Model,
+    parent: &Parent,
+    directory: &Path,
+    precision: Precision,
+    operations: &dyn Operations,
+) -> Result<Exported> {
     if fs::symlink_metadata(directory).is_ok() {
         return Err(Error::OutputExists {
             path: directory.to_owned(),
@@ -65,7 +72,7 @@ pub fn export(model: &Model, parent: &Parent, directory: &Path, precision: Preci
     }
     let (config, architecture) = config(&model.architecture, parent, precision)?;
     let staging = Staging::beside(directory)?;
-    let weight_bytes = weights::write(model, &architecture, precision, &staging.path)?;
+    let weight_bytes = weights::write(model, &architecture, precision, &staging.path, operations)?;
     let mut json = serde_json::to_vec_pretty(&config).map_err(|error| Error::NotExportable {
         reason: error.to_string(),
     })?;

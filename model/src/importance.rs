@@ -14,10 +14,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::block::Saved;
 use crate::files;
-use crate::ops::{Layout, Operations};
+use crate::ops::{Layout, LinearGradient, Operations};
 use crate::runner::{Runner, check_layout};
 use crate::sort::BlockPermutation;
-use crate::{BlockWeights, Error, Model, Result, Tensor};
+use crate::{BlockWeights, ElementType, Error, Model, Result, Tensor};
 
 /// Sums for one block.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -88,10 +88,7 @@ impl Importance {
                     group_products(operations, saved.attended(), &weights.output, shape)?
                 }
                 (Saved::Mlp(saved), ..) => BlockImportance::Mlp {
-                    squares: column_squares(
-                        &operations.download(saved.activated())?,
-                        saved.activated().columns(),
-                    ),
+                    squares: operations.column_squares(saved.activated())?,
                 },
                 _ => {
                     return Err(Error::BlockKind {
@@ -217,33 +214,19 @@ fn group_products(
     shape: &Attention,
 ) -> Result<BlockImportance> {
     let width = attended.columns();
-    let gram = |matrix: &Tensor| -> Result<Vec<f32>> {
-        let mut products = operations.zeros(width, width)?;
-        operations.linear_backward_weight(matrix, matrix, &mut products, None)?;
-        operations.download(&products)
+    let gram = |matrix: &Tensor| -> Result<Tensor> {
+        let mut products = operations.zeros(width, width, ElementType::F32)?;
+        let layer = LinearGradient {
+            output: matrix,
+            weight: &mut products,
+            bias: None,
+        };
+        operations.linear_backward_weight(matrix, &mut [layer])?;
+        Ok(products)
     };
-    let (of_activations, of_weights) = (gram(attended)?, gram(output)?);
-    let (groups, group_width) = (shape.kv_groups, shape.queries_per_group * shape.head_dim);
-    let mut inner_products = vec![0.0; groups * groups];
-    for (place, (activation, weight)) in of_activations.iter().zip(&of_weights).enumerate() {
-        let (row, column) = (place / width / group_width, place % width / group_width);
-        if let Some(sum) = inner_products.get_mut(row * groups + column) {
-            *sum += f64::from(*activation) * f64::from(*weight);
-        }
-    }
+    let group_width = shape.queries_per_group * shape.head_dim;
+    let inner_products = operations.tile_products(&gram(attended)?, &gram(output)?, group_width)?;
     Ok(BlockImportance::Attention { inner_products })
-}
-
-/// Sum of squares of each column of a matrix given row by row.
-fn column_squares(matrix: &[f32], columns: usize) -> Vec<f64> {
-    let mut squares = vec![0.0; columns];
-    for row in matrix.chunks(columns.max(1)) {
-        squares
-            .iter_mut()
-            .zip(row)
-            .for_each(|(sum, value)| *sum += f64::from(*value).powi(2));
-    }
-    squares
 }
 
 /// Channels by `‖w_i‖² · Σ a_i²`, falling; equals keep their order.
@@ -251,7 +234,7 @@ fn channel_order(operations: &dyn Operations, squares: &[f64], down: &Tensor) ->
     if down.columns() != squares.len() {
         return Err(shape_error("as many channels as the model has", "another number"));
     }
-    let norms = column_squares(&operations.download(down)?, down.columns());
+    let norms = operations.column_squares(down)?;
     let scores = norms.iter().zip(squares).map(|(norm, square)| norm * square);
     let mut ranked: Vec<(usize, f64)> = scores.enumerate().collect();
     ranked.sort_by(|(_, a), (_, b)| b.total_cmp(a));

@@ -16,5 +16,5 @@ pub mod train;
 pub mod weights;
 
 pub use error::{Error, Result};
-pub use tensor::{Device, Tensor};
+pub use tensor::{Device, ElementType, Tensor};
 pub use weights::{AttentionWeights, BlockWeights, MlpWeights, Model};

@@ -1,17 +1,26 @@
 //! The narrow set of operations that every block, loss and optimiser is written over.
 //!
-//! Each has a forward and an explicit backward; backward operations *add* into the gradients that they
-//! are given, so that accumulation needs no second buffer. Activations are `(tokens, features)` with
-//! row `sequence * tokens_per_sequence + position`; weights are `(out, in)` as checkpoints store them.
-//! The CPU backend is in [`cpu`]; a CUDA backend implements the same trait.
+//! Each has a forward and an explicit backward. Gradients of activations come as new tensors; gradients of
+//! weights are *added* to those given, so that accumulation needs no second buffer. Activations are
+//! `(tokens, features)` with row `sequence * tokens_per_sequence + position`; weights are `(out, in)` as
+//! checkpoints store them. The CPU backend is in [`cpu`]; a CUDA backend implements the same trait.
+//!
+//! Nothing in a training step asks for an answer on the host but [`Pending::read`]: tokens are brought once a
+//! batch, losses stay where they are made, and the update decides by itself about clipping. What does wait
+//! for the device says so.
 
+pub(crate) mod check;
 pub mod cpu;
+mod tokens;
 
 use std::fmt::Debug;
 
 use espalier_arch::Attention;
 
-use crate::{Result, Tensor};
+pub(crate) use tokens::HostTokens;
+pub use tokens::TokenBatch;
+
+use crate::{ElementType, Result, Tensor};
 
 /// How the rows of an activation are divided into sequences of equal length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,16 +56,52 @@ pub struct Head<'a> {
     pub weight: &'a Tensor,
 }
 
-/// Where a loss puts its gradients. `scale` multiplies the loss before differentiation
-/// (1 / tokens of the whole step gives the gradient of the mean).
+/// That the gradient of a loss is wanted, and where the head's goes. `scale` multiplies the loss before
+/// differentiation (1 / tokens of the whole step gives the gradient of the mean).
 #[derive(Debug)]
 pub struct HeadGradient<'a> {
-    /// `(tokens, hidden)`, overwritten.
-    pub hidden: &'a mut Tensor,
-    /// `(vocabulary, hidden)`, added to; none when the head is frozen.
-    pub weight: Option<&'a mut Tensor>,
+    /// `(vocabulary, hidden)`, added to.
+    pub weight: &'a mut Tensor,
     /// Factor of the loss.
     pub scale: f32,
+}
+
+/// What a loss gives.
+#[derive(Debug)]
+pub struct Losses {
+    /// `(tokens, 1)` in f32, nats, not scaled.
+    pub rows: Tensor,
+    /// `(tokens, hidden)`: the scaled loss's gradient to the hidden states, when it was wanted.
+    pub hidden_gradient: Option<Tensor>,
+}
+
+/// A linear layer's weight `(out, in)` and its bias `(1, out)`.
+#[derive(Debug, Clone, Copy)]
+pub struct Linear<'a> {
+    /// `(out, in)`.
+    pub weight: &'a Tensor,
+    /// `(1, out)`.
+    pub bias: Option<&'a Tensor>,
+}
+
+/// The gradient of a linear layer's output, and where those of its weight and bias are added.
+#[derive(Debug)]
+pub struct LinearGradient<'a> {
+    /// `(tokens, out)`.
+    pub output: &'a Tensor,
+    /// `(out, in)`, added to.
+    pub weight: &'a mut Tensor,
+    /// `(1, out)`, added to.
+    pub bias: Option<&'a mut Tensor>,
+}
+
+/// Which way a matrix is taken apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Axis {
+    /// Row by row.
+    Rows,
+    /// Column by column.
+    Columns,
 }
 
 /// Keys and values of the tokens seen so far, for one attention block.
@@ -72,7 +117,7 @@ pub struct KvCache {
     pub length: usize,
 }
 
-/// Hyperparameters of AdamW (1711.05101) for one step.
+/// Hyperparameters of AdamW (1711.05101) for one step, and how its gradient is clipped.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWStep {
     /// Learning rate of this step.
@@ -87,11 +132,11 @@ pub struct AdamWStep {
     pub weight_decay: f32,
     /// Counts from 1; corrects the moments' bias.
     pub step: u32,
-    /// Multiplies every gradient first (global-norm clipping, loss averaging).
-    pub gradient_scale: f32,
+    /// Gradients whose norm over all parameters is larger are shrunk to this norm.
+    pub clip: f64,
 }
 
-/// One parameter with its gradient and moments, all of one shape and contiguous.
+/// One parameter with its gradient and moments, all of one shape, contiguous and f32.
 #[derive(Debug)]
 pub struct AdamWParameter<'a> {
     /// Updated in place.
@@ -102,86 +147,142 @@ pub struct AdamWParameter<'a> {
     pub first_moment: &'a mut Tensor,
     /// Updated in place.
     pub second_moment: &'a mut Tensor,
+    /// Becomes the value, rounded to its own element type, where the blocks read a copy of lesser precision.
+    pub working: Option<&'a mut Tensor>,
+}
+
+/// What an update found.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Updated {
+    /// Sum of every loss given.
+    pub loss: f64,
+    /// Norm of the gradient over all parameters, before clipping.
+    pub gradient_norm: f64,
+}
+
+impl Updated {
+    /// Whether the parameters were updated; else they and their moments are as they were.
+    pub fn is_applied(&self) -> bool {
+        self.loss.is_finite() && self.gradient_norm.is_finite()
+    }
+}
+
+/// An update on its way.
+pub trait Pending: Send + Debug {
+    /// Whether [`Pending::read`] would not wait.
+    fn is_ready(&self) -> bool;
+    /// Waits for the device.
+    ///
+    /// # Errors
+    /// When the device failed meanwhile.
+    fn read(self: Box<Self>) -> Result<Updated>;
+}
+
+impl Pending for Updated {
+    fn is_ready(&self) -> bool {
+        true
+    }
+
+    fn read(self: Box<Self>) -> Result<Updated> {
+        Ok(*self)
+    }
 }
 
 /// A backend. Every method checks shapes and returns an error that names them when they disagree.
+///
+/// Whoever lets a tensor be written sees to it that nobody else reads those elements meanwhile. Columns of one
+/// buffer that the backend itself handed out may be written each for itself; otherwise a backend may refuse a
+/// tensor whose storage another handle shares, as the CPU's does.
 pub trait Operations: Send + Sync + Debug {
+    /// What activations, and the matrices that they meet, are made of. Norms, biases, gradients of weights,
+    /// moments, statistics and losses are f32 everywhere.
+    fn activation_type(&self) -> ElementType;
+    /// Bytes of one entry of an activation.
+    fn activation_bytes(&self) -> usize {
+        self.activation_type().bytes()
+    }
+
     /// A tensor of zeros.
-    fn zeros(&self, rows: usize, columns: usize) -> Result<Tensor>;
-    /// A tensor with `data`, row by row.
+    fn zeros(&self, rows: usize, columns: usize, element_type: ElementType) -> Result<Tensor>;
+    /// A tensor with `data`, row by row, in f32.
     fn upload(&self, data: &[f32], rows: usize, columns: usize) -> Result<Tensor>;
-    /// The elements, row by row.
+    /// The elements, row by row. Waits for the device.
     fn download(&self, tensor: &Tensor) -> Result<Vec<f32>>;
-    /// A copy of its own, contiguous.
-    fn contiguous(&self, tensor: &Tensor) -> Result<Tensor>;
-    /// `target += source`.
-    fn add_assign(&self, target: &mut Tensor, source: &Tensor) -> Result<()>;
-    /// `a + b`.
-    fn add(&self, a: &Tensor, b: &Tensor) -> Result<Tensor>;
-    /// Sum of squares of every element, in f64.
-    fn sum_of_squares(&self, tensor: &Tensor) -> Result<f64>;
+    /// A contiguous copy of its own, rounded to `element_type`.
+    fn copy_as(&self, tensor: &Tensor, element_type: ElementType) -> Result<Tensor>;
+    /// A contiguous copy of its own.
+    fn contiguous(&self, tensor: &Tensor) -> Result<Tensor> {
+        self.copy_as(tensor, tensor.element_type())
+    }
+    /// Rows of the first tensor, then those of the second and so on, in a tensor of its own.
+    fn concatenate(&self, tensors: &[&Tensor]) -> Result<Tensor>;
+    /// The same tensors, one right after the other in one buffer where the backend gains by it: a linear
+    /// layer's relatives that [`Operations::linear_many`] takes together, in the order in which it does.
+    fn stack(&self, tensors: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        Ok(tensors)
+    }
+    /// Rows or columns of `tensor` at `indices`, in that order, new.
+    fn gather(&self, tensor: &Tensor, indices: &[usize], axis: Axis) -> Result<Tensor>;
 
-    /// Rows of `table` at `tokens`: `(tokens, hidden)`.
-    fn embedding(&self, table: &Tensor, tokens: &[u32]) -> Result<Tensor>;
+    /// The tokens of a batch, and what each row of the head's input should predict (none leaves the row out:
+    /// loss 0, no gradient).
+    fn tokens(&self, ids: &[u32], targets: Option<&[Option<u32>]>) -> Result<TokenBatch>;
+    /// Rows of `table` at the batch's tokens: `(tokens, hidden)`.
+    fn embedding(&self, table: &Tensor, tokens: &TokenBatch) -> Result<Tensor>;
     /// Adds each row of `grad_output` to the row of `grad_table` that its token names.
-    fn embedding_backward(&self, grad_output: &Tensor, tokens: &[u32], grad_table: &mut Tensor)
-    -> Result<()>;
+    fn embedding_backward(
+        &self,
+        grad_output: &Tensor,
+        tokens: &TokenBatch,
+        grad_table: &mut Tensor,
+    ) -> Result<()>;
 
-    /// `x · weightᵀ + bias`: x `(tokens, in)`, weight `(out, in)`, bias `(1, out)`.
-    fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
+    /// `x · weightᵀ + bias`: x `(tokens, in)`.
+    fn linear(&self, x: &Tensor, layer: Linear<'_>) -> Result<Tensor>;
+    /// [`Operations::linear`] of several layers that read the same x; in one product where their weights lie
+    /// as [`Operations::stack`] lays them, and then the outputs may be columns of one buffer.
+    fn linear_many(&self, x: &Tensor, layers: &[Linear<'_>]) -> Result<Vec<Tensor>> {
+        layers.iter().map(|layer| self.linear(x, *layer)).collect()
+    }
     /// `x · weightᵀ + bias + residual`, the residual step's last operation in one pass.
-    fn linear_residual(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-        residual: &Tensor,
-    ) -> Result<Tensor>;
-    /// `grad_x (+)= grad_output · weight`: overwritten, or added to when `accumulate`.
-    fn linear_backward_input(
-        &self,
-        grad_output: &Tensor,
-        weight: &Tensor,
-        grad_x: &mut Tensor,
-        accumulate: bool,
-    ) -> Result<()>;
-    /// `grad_weight += grad_outputᵀ · x`, `grad_bias += Σ rows of grad_output`.
-    fn linear_backward_weight(
-        &self,
-        grad_output: &Tensor,
-        x: &Tensor,
-        grad_weight: &mut Tensor,
-        grad_bias: Option<&mut Tensor>,
-    ) -> Result<()>;
+    fn linear_residual(&self, x: &Tensor, layer: Linear<'_>, residual: &Tensor) -> Result<Tensor>;
+    /// `Σ grad_output · weight` over pairs of a gradient and the weight of its layer, all of which read the
+    /// same x: that x's gradient, new.
+    fn linear_backward_input(&self, layers: &[(&Tensor, &Tensor)]) -> Result<Tensor>;
+    /// `grad_weight += grad_outputᵀ · x` and `grad_bias += Σ rows of grad_output`, for each layer that reads x.
+    fn linear_backward_weight(&self, x: &Tensor, layers: &mut [LinearGradient<'_>]) -> Result<()>;
 
     /// RMS norm over groups of `weight.columns()` entries of each row (a whole row, or each head of it).
     /// Gives the output and the reciprocal root mean square of each group, `(rows, groups)`.
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<(Tensor, Tensor)>;
-    /// Gradient of [`Operations::rms_norm`] to x is *added* to `grad_x`; the weight's to `grad_weight`.
+    /// Gradient of [`Operations::rms_norm`] to x, to which that of the residual stream around it is added if
+    /// there is one (in its own storage); the weight's is added to `grad_weight`.
     fn rms_norm_backward(
         &self,
         grad_output: &Tensor,
         x: &Tensor,
         weight: &Tensor,
         reciprocal: &Tensor,
-        grad_x: &mut Tensor,
-        grad_weight: Option<&mut Tensor>,
-    ) -> Result<()>;
+        residual: Option<Tensor>,
+        grad_weight: &mut Tensor,
+    ) -> Result<Tensor>;
 
-    /// Rotates every head of `x` in place (half-split pairs, as Hugging Face checkpoints expect); row
+    /// Rotates every head of `q` and `k` in place (half-split pairs, as Hugging Face checkpoints expect); row
     /// `s * tokens + t` stands at position `first_position + t`.
     fn rope(
         &self,
-        x: &mut Tensor,
+        q: &mut Tensor,
+        k: &mut Tensor,
         head_dim: usize,
         table: &RopeTable,
         layout: Layout,
         first_position: usize,
     ) -> Result<()>;
-    /// The inverse rotation, in place, from position 0.
+    /// The inverse rotation of both gradients, in place, from position 0.
     fn rope_backward(
         &self,
-        grad: &mut Tensor,
+        grad_q: &mut Tensor,
+        grad_k: &mut Tensor,
         head_dim: usize,
         table: &RopeTable,
         layout: Layout,
@@ -189,7 +290,8 @@ pub trait Operations: Send + Sync + Debug {
 
     /// Causal attention within each sequence: q `(tokens, query_width)`, k and v `(tokens, kv_width)`;
     /// scores are scaled by `1/sqrt(head_dim)`. Gives the output `(tokens, query_width)` and the log of
-    /// each softmax's denominator `(tokens, query_heads)`. No score matrix outlives its tile.
+    /// each softmax's denominator, laid out as the backend's backward likes it. No score matrix outlives its
+    /// tile.
     fn attention(
         &self,
         q: &Tensor,
@@ -198,7 +300,7 @@ pub trait Operations: Send + Sync + Debug {
         shape: &Attention,
         layout: Layout,
     ) -> Result<(Tensor, Tensor)>;
-    /// Gradients of [`Operations::attention`] to q, k and v, each new.
+    /// Gradients of [`Operations::attention`] to q, k and v, new (and perhaps columns of one buffer).
     #[allow(clippy::too_many_arguments)] // what the forward took and gave, and nothing else
     fn attention_backward(
         &self,
@@ -235,14 +337,16 @@ pub trait Operations: Send + Sync + Debug {
     /// Logits of every row, `(tokens, vocabulary)`: for decoding and small checks only, since it holds
     /// vocabulary × tokens.
     fn logits(&self, head: Head<'_>) -> Result<Tensor>;
-    /// Negative log-likelihood of `targets` (a token each; none leaves the row out: loss 0, no gradient),
-    /// a row each, computed in chunks of rows.
+    /// The likeliest token of each row of `logits`, the first of equals. Waits for the device.
+    fn likeliest(&self, logits: &Tensor) -> Result<Vec<u32>>;
+    /// Negative log-likelihood of the batch's targets, a row each, computed in chunks of rows with the gradient
+    /// in the same pass.
     fn cross_entropy(
         &self,
         head: Head<'_>,
-        targets: &[Option<u32>],
+        targets: &TokenBatch,
         gradient: Option<HeadGradient<'_>>,
-    ) -> Result<Vec<f32>>;
+    ) -> Result<Losses>;
     /// Forward KL at temperature 1, `Σ p_parent (log p_parent − log p_student)`, a row each, computed in
     /// chunks of rows with the gradient in the same pass.
     fn distillation(
@@ -250,11 +354,24 @@ pub trait Operations: Send + Sync + Debug {
         student: Head<'_>,
         parent: Head<'_>,
         gradient: Option<HeadGradient<'_>>,
-    ) -> Result<Vec<f32>>;
+    ) -> Result<Losses>;
     /// [`Operations::distillation`] of several students against one parent, whose logits are computed once
-    /// a chunk: `result[student][row]`.
-    fn distillation_many(&self, students: &[Head<'_>], parent: Head<'_>) -> Result<Vec<Vec<f32>>>;
+    /// a chunk: the losses of each, `(tokens, 1)` in f32.
+    fn distillation_many(&self, students: &[Head<'_>], parent: Head<'_>) -> Result<Vec<Tensor>>;
 
-    /// One fused AdamW step over every parameter. Gradients are left at zero.
-    fn adamw(&self, parameters: &mut [AdamWParameter<'_>], step: AdamWStep) -> Result<()>;
+    /// Sum of squares of each column, in f64. Waits for the device.
+    fn column_squares(&self, x: &Tensor) -> Result<Vec<f64>>;
+    /// `Σ a ∘ b` over each square tile of `tile` rows and columns, in f64: one entry a tile, row by row. Waits
+    /// for the device.
+    fn tile_products(&self, a: &Tensor, b: &Tensor, tile: usize) -> Result<Vec<f64>>;
+
+    /// Adds up `losses`, takes the norm of all gradients together, and makes one fused, clipped AdamW step of
+    /// every parameter; none where a loss or the norm is not finite. Gradients are left at zero either way.
+    /// Does not wait for the device.
+    fn update(
+        &self,
+        parameters: &mut [AdamWParameter<'_>],
+        step: AdamWStep,
+        losses: &[Tensor],
+    ) -> Result<Box<dyn Pending>>;
 }

@@ -46,7 +46,8 @@ impl Runner {
     /// # Errors
     /// When a token is outside the vocabulary.
     pub fn embed(&self, tokens: &[u32]) -> Result<Tensor> {
-        self.operations.embedding(&self.model.embedding, tokens)
+        let batch = self.operations.tokens(tokens, None)?;
+        self.operations.embedding(&self.model.embedding, &batch)
     }
 
     /// Hidden states after block `index`.
@@ -160,9 +161,14 @@ impl Runner {
     /// # Errors
     /// As [`Runner::hidden_states`].
     pub fn next_token_losses(&self, tokens: &[u32], layout: Layout) -> Result<Vec<f32>> {
-        let normed = self.hidden_states(tokens, layout)?;
+        check_layout(tokens, layout)?;
         let targets = next_token_targets(tokens, layout);
-        self.operations.cross_entropy(self.head(&normed), &targets, None)
+        let batch = self.operations.tokens(tokens, Some(&targets))?;
+        let hidden = self.operations.embedding(&self.model.embedding, &batch)?;
+        let hidden = self.blocks(0..self.model.blocks.len(), &hidden, layout)?;
+        let normed = self.final_norm(&hidden)?;
+        let losses = self.operations.cross_entropy(self.head(&normed), &batch, None)?;
+        self.operations.download(&losses.rows)
     }
 
     /// Perplexity of the next tokens within their sequences, a few sequences at a time.
@@ -201,8 +207,9 @@ impl Runner {
     pub fn divergence_from(&self, parent: &Self, tokens: &[u32], layout: Layout) -> Result<Vec<f32>> {
         let student_hidden = self.hidden_states(tokens, layout)?;
         let parent_hidden = parent.hidden_states(tokens, layout)?;
-        self.operations
-            .distillation(self.head(&student_hidden), parent.head(&parent_hidden), None)
+        let (student, parent) = (self.head(&student_hidden), parent.head(&parent_hidden));
+        let losses = self.operations.distillation(student, parent, None)?;
+        self.operations.download(&losses.rows)
     }
 }
 

@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::files;
 use crate::importance::Importance;
-use crate::ops::Operations;
-use crate::{BlockWeights, Error, Model, Result, Tensor};
+use crate::ops::{Axis, Operations};
+use crate::{BlockWeights, Error, Model, Result};
 
 /// The order of one block's prunable axis: entry `i` is the parent's index of what comes `i`-th.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,7 +61,7 @@ impl Permutation {
         for ((weights, shape), permutation) in sorted.blocks.iter_mut().zip(shapes).zip(&self.blocks) {
             *weights = permutation.apply(shape, weights, operations)?;
         }
-        Ok(sorted)
+        sorted.stacked(operations)
     }
 
     /// Writes it as JSON, whole or not at all.
@@ -134,8 +134,10 @@ impl BlockPermutation {
                 sort_attention(groups, shape, weights, operations)
             }
             (Self::Mlp { channels }, BlockShape::Mlp(_)) => weights.map(&mut |role, tensor| match role {
-                Role::Gate | Role::Up => gather_rows(operations, tensor, channels),
-                Role::Down | Role::GateBias | Role::UpBias => gather_columns(operations, tensor, channels),
+                Role::Gate | Role::Up => operations.gather(tensor, channels, Axis::Rows),
+                Role::Down | Role::GateBias | Role::UpBias => {
+                    operations.gather(tensor, channels, Axis::Columns)
+                }
                 _ => Ok(tensor.clone()),
             }),
             (_, shape) => Err(Error::BlockKind {
@@ -161,37 +163,10 @@ fn sort_attention(
     let queries = expand(shape.queries_per_group * shape.head_dim);
     let keys = expand(shape.head_dim);
     weights.map(&mut |role, tensor| match role {
-        Role::Query => gather_rows(operations, tensor, &queries),
-        Role::Key | Role::Value => gather_rows(operations, tensor, &keys),
-        Role::Output | Role::QueryBias => gather_columns(operations, tensor, &queries),
-        Role::KeyBias | Role::ValueBias => gather_columns(operations, tensor, &keys),
+        Role::Query => operations.gather(tensor, &queries, Axis::Rows),
+        Role::Key | Role::Value => operations.gather(tensor, &keys, Axis::Rows),
+        Role::Output | Role::QueryBias => operations.gather(tensor, &queries, Axis::Columns),
+        Role::KeyBias | Role::ValueBias => operations.gather(tensor, &keys, Axis::Columns),
         _ => Ok(tensor.clone()),
     })
-}
-
-fn gather_rows(operations: &dyn Operations, tensor: &Tensor, order: &[usize]) -> Result<Tensor> {
-    let data = operations.download(tensor)?;
-    let columns = tensor.columns();
-    let mut sorted = Vec::with_capacity(data.len());
-    for row in order {
-        let row = data.get(row * columns..(row + 1) * columns);
-        sorted.extend_from_slice(
-            row.ok_or_else(|| mismatch(format!("rows below {}", tensor.rows()), "more".to_owned()))?,
-        );
-    }
-    operations.upload(&sorted, order.len(), columns)
-}
-
-fn gather_columns(operations: &dyn Operations, tensor: &Tensor, order: &[usize]) -> Result<Tensor> {
-    let data = operations.download(tensor)?;
-    let mut sorted = Vec::with_capacity(data.len());
-    for row in data.chunks(tensor.columns().max(1)) {
-        for column in order {
-            let value = row.get(*column);
-            sorted.push(*value.ok_or_else(|| {
-                mismatch(format!("columns below {}", tensor.columns()), format!("{column}"))
-            })?);
-        }
-    }
-    operations.upload(&sorted, tensor.rows(), order.len())
 }

@@ -1,10 +1,12 @@
 //! The one tensor handle that crosses the operation set: shape, leading dimension, element type, device.
 //!
-//! A handle is two-dimensional and row-major. Prefix slices along either axis are views: they share the
-//! storage and keep the leading dimension, so a variant of a block copies nothing.
+//! A handle is two-dimensional and row-major. Slices along either axis are views: they share the storage
+//! and keep the leading dimension, so a variant of a block copies nothing. Only a backend looks at elements;
+//! everybody else asks it to download them.
 
 mod pool;
 
+use std::fmt;
 use std::sync::Arc;
 
 use crate::{Error, Result};
@@ -16,18 +18,58 @@ pub(crate) use pool::Buffer;
 pub enum Device {
     /// The host's memory.
     Cpu,
+    /// The memory of a CUDA device, by its number.
+    Cuda(u32),
 }
 
-/// The elements, shared between views.
+impl fmt::Display for Device {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => formatter.write_str("cpu"),
+            Self::Cuda(number) => write!(formatter, "cuda:{number}"),
+        }
+    }
+}
+
+/// What one element is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ElementType {
+    /// IEEE single precision: all there is on the CPU; master weights, gradients, moments and losses anywhere.
+    F32,
+    /// The upper half of an f32: activations, and the matrices they meet, on a device that computes in it.
+    Bf16,
+}
+
+impl ElementType {
+    /// Bytes of one element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 => 2,
+        }
+    }
+}
+
+impl fmt::Display for ElementType {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+        })
+    }
+}
+
+/// The elements, shared between views: a variant for each backend.
 #[derive(Debug, Clone)]
 enum Storage {
     Cpu(Arc<Buffer>),
 }
 
-/// A `(rows, columns)` matrix of f32, or a view of one.
+/// A `(rows, columns)` matrix, or a view of one.
 #[derive(Debug, Clone)]
 pub struct Tensor {
     storage: Storage,
+    element_type: ElementType,
     offset: usize,
     rows: usize,
     columns: usize,
@@ -65,6 +107,7 @@ impl Tensor {
     fn from_buffer(buffer: Buffer, rows: usize, columns: usize) -> Self {
         Self {
             storage: Storage::Cpu(Arc::new(buffer)),
+            element_type: ElementType::F32,
             offset: 0,
             rows,
             columns,
@@ -77,6 +120,11 @@ impl Tensor {
         match self.storage {
             Storage::Cpu(_) => Device::Cpu,
         }
+    }
+
+    /// What one element is.
+    pub fn element_type(&self) -> ElementType {
+        self.element_type
     }
 
     /// Rows.
@@ -97,6 +145,11 @@ impl Tensor {
     /// Elements.
     pub fn len(&self) -> usize {
         self.rows * self.columns
+    }
+
+    /// Bytes of the elements, gaps between rows not counted.
+    pub fn bytes(&self) -> usize {
+        self.len().saturating_mul(self.element_type.bytes())
     }
 
     /// Whether there is no element.
@@ -136,40 +189,94 @@ impl Tensor {
         })
     }
 
+    /// Every `step`-th row from row `first` on, as a view.
+    ///
+    /// # Errors
+    /// When `step` is 0 or there is no row `first`.
+    pub fn strided_rows(&self, first: usize, step: usize) -> Result<Self> {
+        if step == 0 || first >= self.rows {
+            return Err(Error::Shape {
+                operation: "strided_rows",
+                expected: format!("a step of at least 1 from below {} rows", self.rows),
+                found: format!("a step of {step} from row {first}"),
+            });
+        }
+        Ok(Self {
+            offset: self.offset + first * self.leading,
+            rows: (self.rows - first).div_ceil(step),
+            leading: self.leading * step,
+            ..self.clone()
+        })
+    }
+
     /// The first `columns` columns, as a view.
     ///
     /// # Errors
     /// When there are fewer.
     pub fn first_columns(&self, columns: usize) -> Result<Self> {
-        if columns > self.columns {
+        self.columns_from(0, columns)
+    }
+
+    /// Columns `start..start + columns`, as a view.
+    ///
+    /// # Errors
+    /// When there are fewer.
+    pub fn columns_from(&self, start: usize, columns: usize) -> Result<Self> {
+        if start.checked_add(columns).is_none_or(|end| end > self.columns) {
             return Err(Error::Shape {
-                operation: "first_columns",
+                operation: "columns_from",
                 expected: format!("at most {} columns", self.columns),
-                found: format!("{columns} columns"),
+                found: format!("columns {start} to {start} + {columns}"),
             });
         }
         Ok(Self {
+            offset: self.offset + start,
             columns,
             ..self.clone()
         })
     }
 
+    /// Whether both are views of the same storage.
+    pub fn shares_storage_with(&self, other: &Self) -> bool {
+        match (&self.storage, &other.storage) {
+            (Storage::Cpu(own), Storage::Cpu(others)) => Arc::ptr_eq(own, others),
+        }
+    }
+
     /// The elements from the first to the last, gaps between rows included; row `r` begins at
     /// `r * leading_dimension()`.
-    pub fn host(&self) -> &[f32] {
-        let Storage::Cpu(data) = &self.storage;
-        &data[self.offset..self.offset + self.span()]
+    ///
+    /// # Errors
+    /// When they are not f32 in the host's memory.
+    pub(crate) fn host(&self) -> Result<&[f32]> {
+        let range = self.offset..self.offset + self.span();
+        match (&self.storage, self.element_type) {
+            (Storage::Cpu(data), ElementType::F32) => Ok(data.get(range).unwrap_or_default()),
+            _ => Err(self.not_on_host()),
+        }
     }
 
     /// As [`Tensor::host`], to write.
     ///
     /// # Errors
-    /// When another handle shares the storage.
-    pub fn host_mut(&mut self) -> Result<&mut [f32]> {
-        let span = self.span();
-        let Storage::Cpu(data) = &mut self.storage;
-        let data = Arc::get_mut(data).ok_or(Error::SharedTensor)?;
-        Ok(&mut data[self.offset..self.offset + span])
+    /// As [`Tensor::host`]; also when another handle shares the storage.
+    pub(crate) fn host_mut(&mut self) -> Result<&mut [f32]> {
+        let range = self.offset..self.offset + self.span();
+        let not_on_host = self.not_on_host();
+        match (&mut self.storage, self.element_type) {
+            (Storage::Cpu(data), ElementType::F32) => {
+                let data = Arc::get_mut(data).ok_or(Error::SharedTensor)?;
+                Ok(data.get_mut(range).unwrap_or_default())
+            }
+            _ => Err(not_on_host),
+        }
+    }
+
+    fn not_on_host(&self) -> Error {
+        Error::NotOnHost {
+            device: self.device(),
+            element_type: self.element_type,
+        }
     }
 
     fn span(&self) -> usize {

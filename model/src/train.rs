@@ -3,6 +3,9 @@
 //! The backward is explicit. Every block's input is kept; of the activations inside blocks only as much as
 //! the activation budget allows, from the last block down, and the other blocks are run once more when
 //! their turn comes. Both ways give the same bits. Data, batches and when to save are the caller's affair.
+//!
+//! A step asks the device for nothing until [`Step::read`]: losses stay where they are made, and the update
+//! decides by itself whether it may be applied.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,7 +14,9 @@ use espalier_arch::Architecture;
 use serde_json::json;
 
 use crate::block::{self, Context, RopeTables, Saved};
-use crate::ops::{AdamWParameter, AdamWStep, Head, HeadGradient, Layout, Operations, RopeTable};
+use crate::ops::{
+    AdamWParameter, AdamWStep, Head, HeadGradient, Layout, Losses, Operations, Pending, RopeTable, TokenBatch,
+};
 use crate::runner::{block_parts, check_layout, next_token_targets};
 use crate::weights::file::{TensorFile, save_tensors};
 use crate::{Error, Model, Result, Tensor};
@@ -91,15 +96,57 @@ pub struct StepReport {
     pub gradient_norm: f64,
 }
 
+/// A step on its way.
+#[derive(Debug)]
+#[must_use = "whether the step was applied is not known before it is read"]
+pub struct Step {
+    pending: Box<dyn Pending>,
+    predictions: usize,
+}
+
+impl Step {
+    /// Whether [`Step::read`] would not wait.
+    pub fn is_ready(&self) -> bool {
+        self.pending.is_ready()
+    }
+
+    /// Waits for the device.
+    ///
+    /// # Errors
+    /// When loss or gradient were not finite: then the student is as it was before the step.
+    pub fn read(self) -> Result<StepReport> {
+        let updated = self.pending.read()?;
+        if !updated.is_applied() {
+            let what = if updated.loss.is_finite() {
+                "the gradient's norm"
+            } else {
+                "the loss"
+            };
+            return Err(Error::NotFinite {
+                what: what.to_owned(),
+            });
+        }
+        Ok(StepReport {
+            loss: updated.loss / self.predictions as f64,
+            gradient_norm: updated.gradient_norm,
+        })
+    }
+}
+
 /// A student with its gradients and AdamW moments.
 #[derive(Debug)]
 pub struct Trainer {
     operations: Arc<dyn Operations>,
+    /// The weights in f32.
     model: Model,
+    /// What the blocks read, where the backend computes in a type of less precision.
+    working: Option<Model>,
     gradients: Model,
     first_moments: Model,
     second_moments: Model,
     steps: u32,
+    /// Of every batch since the last update.
+    losses: Vec<Tensor>,
     activation_bytes: usize,
     rope: RopeTables,
 }
@@ -113,28 +160,39 @@ impl Trainer {
     pub fn new(operations: Arc<dyn Operations>, student: &Model, activation_bytes: usize) -> Result<Self> {
         let model = student.to_owned_weights(operations.as_ref())?;
         let zeros = || model.zeros_like(operations.as_ref());
-        let (gradients, first_moments, second_moments) = (zeros()?, zeros()?, zeros()?);
-        let rope = RopeTables::default();
+        let moments = (zeros()?, zeros()?);
+        Self::from_parts(operations, model, moments, 0, activation_bytes)
+    }
+
+    fn from_parts(
+        operations: Arc<dyn Operations>,
+        model: Model,
+        (first_moments, second_moments): (Model, Model),
+        steps: u32,
+        activation_bytes: usize,
+    ) -> Result<Self> {
         Ok(Self {
+            working: model.working_copy(operations.as_ref())?,
+            gradients: model.zeros_like(operations.as_ref())?,
             operations,
             model,
-            gradients,
             first_moments,
             second_moments,
-            steps: 0,
+            steps,
+            losses: Vec::new(),
             activation_bytes,
-            rope,
+            rope: RopeTables::default(),
         })
     }
 
-    /// The student as it stands. A clone shares its weights, and must be dropped before the next step.
+    /// The student as the blocks see it. A clone shares its weights, and must be dropped before the next step.
     pub fn model(&self) -> &Model {
-        &self.model
+        self.working.as_ref().unwrap_or(&self.model)
     }
 
-    /// The student, done with training.
+    /// The student, done with training, as the blocks see it.
     pub fn into_model(self) -> Model {
-        self.model
+        self.working.unwrap_or(self.model)
     }
 
     /// Gradients accumulated since the last update, in the student's own shape.
@@ -147,8 +205,8 @@ impl Trainer {
         self.steps
     }
 
-    /// One step over `batches` together: the gradient of their mean loss, clipped, then AdamW. When it fails
-    /// the student is as it was before.
+    /// One step over `batches` together: the gradient of their mean loss, clipped, then AdamW. Waits for the
+    /// device; when it fails the student is as it was before.
     ///
     /// # Errors
     /// When there is nothing to predict, shapes disagree, or loss or gradient are not finite.
@@ -158,31 +216,49 @@ impl Trainer {
         hyperparameters: &Hyperparameters,
     ) -> Result<StepReport> {
         let predictions: usize = batches.iter().map(MicroBatch::predictions).sum();
-        let mut sum = 0.0;
         for batch in batches {
-            sum += self.accumulate(batch, predictions)?;
+            self.accumulate(batch, predictions)?;
         }
-        let gradient_norm = self.update(hyperparameters)?;
-        Ok(StepReport {
-            loss: sum / predictions as f64,
-            gradient_norm,
-        })
+        let before = self.steps;
+        let report = self.update(hyperparameters, predictions)?.read();
+        if report.is_err() {
+            self.steps = before;
+        }
+        report
     }
 
-    /// Adds the gradient of `batch`'s summed loss, divided by the whole step's `predictions`, and gives that
-    /// sum in nats. On an error the gradients accumulated so far are dropped.
+    /// Adds the gradient of `batch`'s summed loss, divided by the whole step's `predictions`. On an error the
+    /// gradients accumulated so far are dropped.
     ///
     /// # Errors
-    /// When there is nothing to predict, shapes disagree, or the loss is not finite.
-    pub fn accumulate(&mut self, batch: &MicroBatch<'_>, predictions: usize) -> Result<f64> {
-        let summed = self.forward_backward(batch, predictions);
-        if summed.is_err() {
-            self.gradients = self.model.zeros_like(self.operations.as_ref())?;
+    /// When there is nothing to predict or shapes disagree.
+    pub fn accumulate(&mut self, batch: &MicroBatch<'_>, predictions: usize) -> Result<()> {
+        let accumulated = self.forward_backward(batch, predictions);
+        match accumulated {
+            Ok(losses) => self.losses.push(losses),
+            Err(error) => {
+                self.losses.clear();
+                self.gradients = self.model.zeros_like(self.operations.as_ref())?;
+                return Err(error);
+            }
         }
-        summed
+        Ok(())
     }
 
-    fn forward_backward(&mut self, batch: &MicroBatch<'_>, predictions: usize) -> Result<f64> {
+    /// Summed loss of the batches accumulated since the last update, nats. Waits for the device.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn summed_loss(&self) -> Result<f64> {
+        let mut sum = 0.0;
+        for losses in &self.losses {
+            let losses = self.operations.download(losses)?;
+            sum += losses.into_iter().map(f64::from).sum::<f64>();
+        }
+        Ok(sum)
+    }
+
+    fn forward_backward(&mut self, batch: &MicroBatch<'_>, predictions: usize) -> Result<Tensor> {
         check_layout(batch.tokens, batch.layout)?;
         if batch.predictions() == 0 || predictions == 0 {
             return Err(Error::OutOfRange {
@@ -192,11 +268,17 @@ impl Trainer {
             });
         }
         let operations = Arc::clone(&self.operations);
-        let (inputs, mut saved, hidden) = self.forward(batch)?;
-        let (sum, mut grad) = self.loss(batch, &hidden, predictions)?;
+        let targets = match batch.objective {
+            Objective::Distil { .. } => None,
+            Objective::NextToken => Some(next_token_targets(batch.tokens, batch.layout)),
+        };
+        let tokens = operations.tokens(batch.tokens, targets.as_deref())?;
+        let (inputs, mut saved, hidden) = self.forward(&tokens, batch.layout)?;
+        let (losses, mut grad) = self.loss(batch, &tokens, &hidden, predictions)?;
         drop(hidden);
         for (index, input) in inputs.into_iter().enumerate().rev() {
-            let (shape, weights) = block_parts(&self.model, index)?;
+            let model = self.working.as_ref().unwrap_or(&self.model);
+            let (shape, weights) = block_parts(model, index)?;
             let table = self.rope.get(operations.as_ref(), shape, batch.layout.tokens)?;
             let context = self.context(&*operations, batch.layout, table.as_deref());
             let kept = match saved.pop().flatten() {
@@ -207,21 +289,25 @@ impl Trainer {
                 grad = block::backward(context, shape, weights, &input, kept, grad, gradients)?;
             }
         }
-        operations.embedding_backward(&grad, batch.tokens, &mut self.gradients.embedding)?;
-        Ok(sum)
+        operations.embedding_backward(&grad, &tokens, &mut self.gradients.embedding)?;
+        Ok(losses)
     }
 
     /// Each block's input, what of its inside is kept, and the last block's output.
-    fn forward(&self, batch: &MicroBatch<'_>) -> Result<(Vec<Tensor>, Vec<Option<Saved>>, Tensor)> {
-        let operations = self.operations.as_ref();
-        let first_kept = self.first_kept_block(batch.layout);
-        let blocks = self.model.blocks.len();
+    fn forward(
+        &self,
+        tokens: &TokenBatch,
+        layout: Layout,
+    ) -> Result<(Vec<Tensor>, Vec<Option<Saved>>, Tensor)> {
+        let (operations, model) = (self.operations.as_ref(), self.model());
+        let first_kept = self.first_kept_block(layout);
+        let blocks = model.blocks.len();
         let (mut inputs, mut saved) = (Vec::with_capacity(blocks), Vec::with_capacity(blocks));
-        let mut hidden = operations.embedding(&self.model.embedding, batch.tokens)?;
+        let mut hidden = operations.embedding(&model.embedding, tokens)?;
         for index in 0..blocks {
-            let (shape, weights) = block_parts(&self.model, index)?;
-            let table = self.rope.get(operations, shape, batch.layout.tokens)?;
-            let context = self.context(operations, batch.layout, table.as_deref());
+            let (shape, weights) = block_parts(model, index)?;
+            let table = self.rope.get(operations, shape, layout.tokens)?;
+            let context = self.context(operations, layout, table.as_deref());
             let (output, kept) = block::forward_saving(context, shape, weights, &hidden)?;
             inputs.push(hidden);
             saved.push((index >= first_kept).then_some(kept));
@@ -236,7 +322,8 @@ impl Trainer {
         let architecture = &self.model.architecture;
         let mut left = self.activation_bytes;
         for (index, block) in architecture.blocks.iter().enumerate().rev() {
-            let bytes = block::saved_bytes(&block.shape, architecture.hidden, layout.rows());
+            let entry = self.operations.activation_bytes();
+            let bytes = block::saved_bytes(&block.shape, architecture.hidden, layout.rows(), entry);
             match left.checked_sub(bytes) {
                 Some(rest) => left = rest,
                 None => return index + 1,
@@ -245,67 +332,56 @@ impl Trainer {
         0
     }
 
-    /// The summed loss, and the gradient of the last block's output.
-    fn loss(&mut self, batch: &MicroBatch<'_>, hidden: &Tensor, predictions: usize) -> Result<(f64, Tensor)> {
-        let operations = Arc::clone(&self.operations);
-        let epsilon = self.model.architecture.norm_epsilon;
-        let (normed, reciprocal) = operations.rms_norm(hidden, &self.model.final_norm, epsilon)?;
-        let mut grad_normed = operations.zeros(normed.rows(), normed.columns())?;
+    /// The losses, a row each, and the gradient of the last block's output.
+    fn loss(
+        &mut self,
+        batch: &MicroBatch<'_>,
+        tokens: &TokenBatch,
+        hidden: &Tensor,
+        predictions: usize,
+    ) -> Result<(Tensor, Tensor)> {
+        let operations = self.operations.as_ref();
+        let model = self.working.as_ref().unwrap_or(&self.model);
+        let epsilon = model.architecture.norm_epsilon;
+        let (normed, reciprocal) = operations.rms_norm(hidden, &model.final_norm, epsilon)?;
         let head = Head {
             hidden: &normed,
-            weight: self.model.head(),
+            weight: model.head(),
         };
         let tied = &mut self.gradients.embedding;
         #[allow(clippy::cast_possible_truncation)] // a factor needs no more than f32
         let gradient = HeadGradient {
-            hidden: &mut grad_normed,
-            weight: Some(self.gradients.head.as_mut().unwrap_or(tied)),
+            weight: self.gradients.head.as_mut().unwrap_or(tied),
             scale: (1.0 / predictions as f64) as f32,
         };
-        let losses = match batch.objective {
+        let Losses {
+            rows,
+            hidden_gradient,
+        } = match batch.objective {
             Objective::Distil { hidden, head: weight } => {
                 operations.distillation(head, Head { hidden, weight }, Some(gradient))?
             }
-            Objective::NextToken => {
-                let targets = next_token_targets(batch.tokens, batch.layout);
-                operations.cross_entropy(head, &targets, Some(gradient))?
-            }
+            Objective::NextToken => operations.cross_entropy(head, tokens, Some(gradient))?,
         };
-        let sum: f64 = losses.into_iter().map(f64::from).sum();
-        if !sum.is_finite() {
-            return Err(Error::NotFinite {
-                what: "the loss".to_owned(),
-            });
-        }
-        let mut grad = operations.zeros(hidden.rows(), hidden.columns())?;
-        operations.rms_norm_backward(
-            &grad_normed,
-            hidden,
-            &self.model.final_norm,
-            &reciprocal,
-            &mut grad,
-            Some(&mut self.gradients.final_norm),
-        )?;
-        Ok((sum, grad))
+        let grad_normed = hidden_gradient.ok_or_else(|| Error::Shape {
+            operation: "loss",
+            expected: "the gradient that was asked for".to_owned(),
+            found: "none".to_owned(),
+        })?;
+        let grad_norm = &mut self.gradients.final_norm;
+        let weight = &model.final_norm;
+        let grad =
+            operations.rms_norm_backward(&grad_normed, hidden, weight, &reciprocal, None, grad_norm)?;
+        Ok((rows, grad))
     }
 
-    /// One AdamW update with the accumulated gradients, which are left at zero. Gives their norm before clipping.
+    /// One AdamW update with the gradients accumulated for a step of so many `predictions`. Does not wait for
+    /// the device: what came of it is in the [`Step`]. Where loss or gradient are not finite nothing is
+    /// updated. The gradients are left at zero either way.
     ///
     /// # Errors
-    /// When the norm is not finite; then nothing is updated and the gradients are dropped.
-    pub fn update(&mut self, hyperparameters: &Hyperparameters) -> Result<f64> {
-        let operations = Arc::clone(&self.operations);
-        let mut squares = 0.0;
-        for (_, gradient) in self.gradients.tensors() {
-            squares += operations.sum_of_squares(gradient)?;
-        }
-        let norm = squares.sqrt();
-        if !norm.is_finite() {
-            self.gradients = self.model.zeros_like(operations.as_ref())?;
-            return Err(Error::NotFinite {
-                what: "the gradient's norm".to_owned(),
-            });
-        }
+    /// When a clone of the student still shares its weights.
+    pub fn update(&mut self, hyperparameters: &Hyperparameters, predictions: usize) -> Result<Step> {
         let step = self.steps.saturating_add(1);
         let gradients = self.gradients.tensors_mut();
         let moments = self
@@ -313,24 +389,27 @@ impl Trainer {
             .tensors_mut()
             .into_iter()
             .zip(self.second_moments.tensors_mut());
-        let mut parameters: Vec<AdamWParameter<'_>> = self
-            .model
-            .tensors_mut()
-            .into_iter()
-            .zip(gradients)
-            .zip(moments)
-            .map(
-                |((value, gradient), (first_moment, second_moment))| AdamWParameter {
-                    value,
-                    gradient,
-                    first_moment,
-                    second_moment,
-                },
-            )
-            .collect();
-        operations.adamw(&mut parameters, hyperparameters.at(step, norm))?;
+        let mut working = self.working.as_mut().map(Model::tensors_mut).unwrap_or_default();
+        working.reverse();
+        let values = self.model.tensors_mut().into_iter().zip(gradients);
+        let mut parameters = Vec::new();
+        for ((value, gradient), (first_moment, second_moment)) in values.zip(moments) {
+            // Vectors have no copy: the blocks read the value itself.
+            let working = working.pop().filter(|copy| !copy.shares_storage_with(value));
+            parameters.push(AdamWParameter {
+                value,
+                gradient,
+                first_moment,
+                second_moment,
+                working,
+            });
+        }
+        let losses = std::mem::take(&mut self.losses);
+        let pending = self
+            .operations
+            .update(&mut parameters, hyperparameters.at(step), &losses)?;
         self.steps = step;
-        Ok(norm)
+        Ok(Step { pending, predictions })
     }
 
     /// Writes weights, moments and the count of steps, exact to the bit, whole or not at all.
@@ -360,21 +439,11 @@ impl Trainer {
         let file = TensorFile::open(path)?;
         let architecture: Architecture = file.field("architecture")?;
         let part = |prefix| file.model(prefix, &architecture, operations.as_ref());
-        let (model, first_moments, second_moments) =
-            (part("weight/")?, part("first_moment/")?, part("second_moment/")?);
-        let gradients = model.zeros_like(operations.as_ref())?;
-        let steps = file.field("steps")?;
-        let rope = RopeTables::default();
-        Ok(Self {
-            operations,
-            model,
-            gradients,
-            first_moments,
-            second_moments,
-            steps,
-            activation_bytes,
-            rope,
-        })
+        let (model, moments) = (
+            part("weight/")?,
+            (part("first_moment/")?, part("second_moment/")?),
+        );
+        Self::from_parts(operations, model, moments, file.field("steps")?, activation_bytes)
     }
 
     fn context<'a>(
@@ -394,7 +463,7 @@ impl Trainer {
 
 impl Hyperparameters {
     #[allow(clippy::cast_possible_truncation)] // hyperparameters need no more than f32
-    fn at(&self, step: u32, gradient_norm: f64) -> AdamWStep {
+    fn at(&self, step: u32) -> AdamWStep {
         AdamWStep {
             learning_rate: self.learning_rate as f32,
             beta1: self.betas.0 as f32,
@@ -402,7 +471,7 @@ impl Hyperparameters {
             epsilon: self.epsilon as f32,
             weight_decay: self.weight_decay as f32,
             step,
-            gradient_scale: (self.clip / (gradient_norm + 1e-6)).min(1.0) as f32,
+            clip: self.clip,
         }
     }
 }

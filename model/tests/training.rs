@@ -11,8 +11,8 @@ use espalier_model::decode::Session;
 use espalier_model::ops::cpu::CpuOperations;
 use espalier_model::ops::{Layout, Operations};
 use espalier_model::runner::Runner;
-use espalier_model::train::{MicroBatch, Objective, Trainer};
-use espalier_model::{BlockWeights, MlpWeights, Model, Tensor};
+use espalier_model::train::{Hyperparameters, MicroBatch, Objective, Trainer};
+use espalier_model::{BlockWeights, ElementType, MlpWeights, Model, Tensor};
 use serde_json::json;
 
 const VOCABULARY: usize = 61;
@@ -94,7 +94,7 @@ fn batches_accumulated_one_by_one_give_the_loss_and_the_gradient_of_one_batch() 
         let run = |sizes: &[usize]| {
             let mut trainer = Trainer::new(Arc::clone(&operations), &student, 0).unwrap();
             let mut rest = text.as_slice();
-            let (mut sum, mut predictions) = (0.0, 0);
+            let mut predictions = 0;
             for size in sizes {
                 let (tokens, left) = rest.split_at(size * 5);
                 rest = left;
@@ -118,10 +118,10 @@ fn batches_accumulated_one_by_one_give_the_loss_and_the_gradient_of_one_batch() 
                     objective,
                 };
                 predictions += batch.predictions();
-                sum += trainer.accumulate(&batch, if distil { 45 } else { 36 }).unwrap();
+                trainer.accumulate(&batch, if distil { 45 } else { 36 }).unwrap();
             }
             (
-                sum,
+                trainer.summed_loss().unwrap(),
                 predictions,
                 elements(operations.as_ref(), trainer.gradients()),
             )
@@ -137,6 +137,50 @@ fn batches_accumulated_one_by_one_give_the_loss_and_the_gradient_of_one_batch() 
             "{parts:?}: {difference} of {scale}"
         );
     }
+}
+
+#[test]
+fn a_step_that_is_not_finite_leaves_the_student_as_it_was_and_can_be_followed_by_another() {
+    let operations = operations();
+    let student = model(operations.as_ref(), 1);
+    let mut trainer = Trainer::new(Arc::clone(&operations), &student, 0).unwrap();
+    let (text, layout) = (
+        tokens(10, 2),
+        Layout {
+            sequences: 2,
+            tokens: 5,
+        },
+    );
+    let nan = operations.upload(&[f32::NAN; 240], 10, 24).unwrap();
+    let broken = MicroBatch {
+        tokens: &text,
+        layout,
+        objective: Objective::Distil {
+            hidden: &nan,
+            head: student.head(),
+        },
+    };
+    let right = MicroBatch {
+        objective: Objective::NextToken,
+        ..broken
+    };
+    let step = |trainer: &mut Trainer, batch| trainer.step(&[batch], &Hyperparameters::default());
+    let error = step(&mut trainer, broken).unwrap_err().to_string();
+    assert!(error.starts_with("the loss is not finite"), "{error}");
+    assert_eq!(trainer.steps(), 0);
+    assert_eq!(
+        elements(operations.as_ref(), trainer.model()),
+        elements(operations.as_ref(), &student)
+    );
+    let mut undisturbed = Trainer::new(Arc::clone(&operations), &student, 0).unwrap();
+    assert_eq!(
+        step(&mut trainer, right).unwrap(),
+        step(&mut undisturbed, right).unwrap()
+    );
+    assert_eq!(
+        elements(operations.as_ref(), trainer.model()),
+        elements(operations.as_ref(), undisturbed.model())
+    );
 }
 
 #[test]
@@ -297,7 +341,8 @@ fn every_gradient_of_a_relu_squared_block_equals_central_differences_in_f64() {
     let (x, block) = (tensor(0), weights(&tensor));
     let weighting = numbers(rows * hidden, 99);
     let (output, saved) = block::forward_saving(context, &shape, &block, &x).unwrap();
-    let mut gradients = weights(&|index| operations.zeros(sizes[index].0, sizes[index].1).unwrap());
+    let zeros = |(rows, columns)| operations.zeros(rows, columns, ElementType::F32).unwrap();
+    let mut gradients = weights(&|index| zeros(sizes[index]));
     let grad = operations.upload(&weighting, rows, hidden).unwrap();
     let grad_x = block::backward(context, &shape, &block, &x, saved, grad, &mut gradients).unwrap();
 

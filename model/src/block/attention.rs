@@ -3,9 +3,9 @@
 
 use espalier_arch::Attention;
 
-use super::Context;
-use crate::ops::Operations;
-use crate::{AttentionWeights, Result, Tensor};
+use super::{Context, SavedRow};
+use crate::ops::{KvCache, Linear, LinearGradient};
+use crate::{AttentionWeights, Error, Result, Tensor};
 
 /// A query or key projection's way to the attention.
 #[derive(Debug)]
@@ -16,14 +16,20 @@ struct Projected {
     rotated: Tensor,
 }
 
-/// What attention's backward needs besides the block's input.
+/// What the attention reads, and what of the way there the backward needs.
 #[derive(Debug)]
-pub struct Saved {
+struct Projections {
     normed: Tensor,
     reciprocal: Tensor,
     query: Projected,
     key: Projected,
     value: Tensor,
+}
+
+/// What attention's backward needs besides the block's input.
+#[derive(Debug)]
+pub struct Saved {
+    projections: Projections,
     attended: Tensor,
     log_sums: Tensor,
 }
@@ -35,84 +41,109 @@ impl Saved {
     }
 }
 
-/// Elements of [`Saved`] for one row.
-pub(super) fn saved_elements(shape: &Attention, hidden: usize) -> usize {
+/// What [`Saved`] holds for one row.
+pub(super) fn saved_row(shape: &Attention, hidden: usize) -> SavedRow {
     let (query, kv, heads) = (shape.query_width(), shape.kv_width(), shape.query_heads());
-    let norms = if shape.qk_norm {
-        query + kv + heads + shape.kv_groups
+    let (normed_heads, reciprocals) = if shape.qk_norm {
+        (query + kv, heads + shape.kv_groups)
     } else {
-        0
+        (0, 0)
     };
-    hidden + 1 + 2 * query + 2 * kv + heads + norms
-}
-
-/// Projects, norms each head and rotates; `first_position` is that of the first row of each sequence.
-pub(crate) struct Projection<'a> {
-    pub(crate) weight: &'a Tensor,
-    pub(crate) bias: Option<&'a Tensor>,
-    pub(crate) norm: Option<&'a Tensor>,
-}
-
-impl Projection<'_> {
-    fn forward(
-        &self,
-        context: Context<'_>,
-        shape: &Attention,
-        normed: &Tensor,
-        position: usize,
-    ) -> Result<Projected> {
-        let operations = context.operations;
-        let projected = operations.linear(normed, self.weight, self.bias)?;
-        let (before_norm, mut rotated) = match self.norm {
-            None => (None, projected),
-            Some(weight) => {
-                let (output, reciprocal) = operations.rms_norm(&projected, weight, context.epsilon)?;
-                (Some((projected, reciprocal)), output)
-            }
-        };
-        if let (Some(_), Some(table)) = (&shape.rope, context.rope) {
-            operations.rope(&mut rotated, shape.head_dim, table, context.layout, position)?;
-        }
-        Ok(Projected { before_norm, rotated })
+    SavedRow {
+        activations: hidden + 2 * query + 2 * kv + normed_heads,
+        statistics: 1 + heads + reciprocals,
     }
 }
 
 impl AttentionWeights {
-    pub(crate) fn query_projection(&self) -> Projection<'_> {
-        Projection {
-            weight: &self.query,
-            bias: self.query_bias.as_ref(),
-            norm: self.query_norm.as_ref(),
-        }
+    /// Query, key and value projection, in the order in which [`crate::ops::Operations::stack`] lays them.
+    pub(crate) fn projections(&self) -> [Linear<'_>; 3] {
+        let layer = |weight, bias| Linear { weight, bias };
+        [
+            layer(&self.query, self.query_bias.as_ref()),
+            layer(&self.key, self.key_bias.as_ref()),
+            layer(&self.value, self.value_bias.as_ref()),
+        ]
     }
 
-    pub(crate) fn key_projection(&self) -> Projection<'_> {
-        Projection {
-            weight: &self.key,
-            bias: self.key_bias.as_ref(),
-            norm: self.key_norm.as_ref(),
+    fn output_layer(&self) -> Linear<'_> {
+        Linear {
+            weight: &self.output,
+            bias: self.output_bias.as_ref(),
         }
     }
 }
 
-/// Queries, keys and values of new tokens that stand at `position` and after, ready for the cache.
-pub(crate) fn project(
+/// Projects, norms each head and rotates; `position` is that of the first row of each sequence.
+fn project(
     context: Context<'_>,
     shape: &Attention,
     weights: &AttentionWeights,
     hidden: &Tensor,
     position: usize,
-) -> Result<(Tensor, Tensor, Tensor)> {
+) -> Result<Projections> {
     let operations = context.operations;
-    let (normed, _) = operations.rms_norm(hidden, &weights.norm, context.epsilon)?;
-    let query = weights
-        .query_projection()
-        .forward(context, shape, &normed, position)?;
-    let key = weights
-        .key_projection()
-        .forward(context, shape, &normed, position)?;
-    let value = operations.linear(&normed, &weights.value, weights.value_bias.as_ref())?;
-    Ok((query.rotated, key.rotated, value))
+    let (normed, reciprocal) = operations.rms_norm(hidden, &weights.norm, context.epsilon)?;
+    let projected = operations.linear_many(&normed, &weights.projections())?;
+    let [query, key, value] = <[Tensor; 3]>::try_from(projected).map_err(|found| Error::Shape {
+        operation: "linear_many",
+        expected: "an output for each of 3 layers".to_owned(),
+        found: found.len().to_string(),
+    })?;
+    let norm_heads = |projected: Tensor, weight: Option<&Tensor>| -> Result<Projected> {
+        match weight {
+            None => Ok(Projected {
+                before_norm: None,
+                rotated: projected,
+            }),
+            Some(weight) => {
+                let (rotated, reciprocal) = operations.rms_norm(&projected, weight, context.epsilon)?;
+                let before_norm = Some((projected, reciprocal));
+                Ok(Projected { before_norm, rotated })
+            }
+        }
+    };
+    let mut query = norm_heads(query, weights.query_norm.as_ref())?;
+    let mut key = norm_heads(key, weights.key_norm.as_ref())?;
+    if let (Some(_), Some(table)) = (&shape.rope, context.rope) {
+        operations.rope(
+            &mut query.rotated,
+            &mut key.rotated,
+            shape.head_dim,
+            table,
+            context.layout,
+            position,
+        )?;
+    }
+    Ok(Projections {
+        normed,
+        reciprocal,
+        query,
+        key,
+        value,
+    })
+}
+
+/// The block's output for new tokens that stand at `position` and after, over a cache to which they are added.
+pub(crate) fn forward_cached(
+    context: Context<'_>,
+    shape: &Attention,
+    weights: &AttentionWeights,
+    hidden: &Tensor,
+    cache: &mut KvCache,
+    position: usize,
+) -> Result<Tensor> {
+    let operations = context.operations;
+    let projections = project(context, shape, weights, hidden, position)?;
+    let attended = operations.attention_cached(
+        &projections.query.rotated,
+        &projections.key.rotated,
+        &projections.value,
+        cache,
+        shape,
+        context.layout,
+    )?;
+    operations.linear_residual(&attended, weights.output_layer(), hidden)
 }
 
 /// The block's output and what its backward needs.
@@ -126,47 +157,37 @@ pub fn forward(
     hidden: &Tensor,
 ) -> Result<(Tensor, Saved)> {
     let operations = context.operations;
-    let (normed, reciprocal) = operations.rms_norm(hidden, &weights.norm, context.epsilon)?;
-    let query = weights.query_projection().forward(context, shape, &normed, 0)?;
-    let key = weights.key_projection().forward(context, shape, &normed, 0)?;
-    let value = operations.linear(&normed, &weights.value, weights.value_bias.as_ref())?;
-    let (attended, log_sums) =
-        operations.attention(&query.rotated, &key.rotated, &value, shape, context.layout)?;
-    let output =
-        operations.linear_residual(&attended, &weights.output, weights.output_bias.as_ref(), hidden)?;
-    Ok((
-        output,
-        Saved {
-            normed,
-            reciprocal,
-            query,
-            key,
-            value,
-            attended,
-            log_sums,
-        },
-    ))
+    let projections = project(context, shape, weights, hidden, 0)?;
+    let (attended, log_sums) = operations.attention(
+        &projections.query.rotated,
+        &projections.key.rotated,
+        &projections.value,
+        shape,
+        context.layout,
+    )?;
+    let output = operations.linear_residual(&attended, weights.output_layer(), hidden)?;
+    let saved = Saved {
+        projections,
+        attended,
+        log_sums,
+    };
+    Ok((output, saved))
 }
 
-/// Takes a rotated projection's gradient back to the projection's output, through RoPE and head norm.
-fn unproject(
+/// Takes a projection's gradient back through the norm of each head, if there is one.
+fn unnorm(
     context: Context<'_>,
-    shape: &Attention,
     projected: &Projected,
-    norm: Option<&Tensor>,
-    mut grad: Tensor,
-    grad_norm: Option<&mut Tensor>,
+    weight: Option<&Tensor>,
+    grad: Tensor,
+    grad_weight: Option<&mut Tensor>,
 ) -> Result<Tensor> {
-    let operations = context.operations;
-    if let (Some(_), Some(table)) = (&shape.rope, context.rope) {
-        operations.rope_backward(&mut grad, shape.head_dim, table, context.layout)?;
+    match (&projected.before_norm, weight, grad_weight) {
+        (Some((before, reciprocal)), Some(weight), Some(grad_weight)) => context
+            .operations
+            .rms_norm_backward(&grad, before, weight, reciprocal, None, grad_weight),
+        _ => Ok(grad),
     }
-    let (Some((before, reciprocal)), Some(weight)) = (&projected.before_norm, norm) else {
-        return Ok(grad);
-    };
-    let mut grad_before = operations.zeros(before.rows(), before.columns())?;
-    operations.rms_norm_backward(&grad, before, weight, reciprocal, &mut grad_before, grad_norm)?;
-    Ok(grad_before)
 }
 
 /// The gradient of the block's input from that of its output; weights' gradients are added to.
@@ -179,28 +200,30 @@ pub fn backward(
     weights: &AttentionWeights,
     hidden: &Tensor,
     saved: Saved,
-    mut grad: Tensor,
+    grad: Tensor,
     gradients: &mut AttentionWeights,
 ) -> Result<Tensor> {
-    let operations: &dyn Operations = context.operations;
+    let operations = context.operations;
     let Saved {
+        projections,
+        attended,
+        log_sums,
+    } = saved;
+    let Projections {
         normed,
         reciprocal,
         query,
         key,
         value,
-        attended,
-        log_sums,
-    } = saved;
-    operations.linear_backward_weight(
-        &grad,
-        &attended,
-        &mut gradients.output,
-        gradients.output_bias.as_mut(),
-    )?;
-    let mut grad_attended = operations.zeros(attended.rows(), attended.columns())?;
-    operations.linear_backward_input(&grad, &weights.output, &mut grad_attended, false)?;
-    let (grad_query, grad_key, grad_value) = operations.attention_backward(
+    } = projections;
+    let output = LinearGradient {
+        output: &grad,
+        weight: &mut gradients.output,
+        bias: gradients.output_bias.as_mut(),
+    };
+    operations.linear_backward_weight(&attended, &mut [output])?;
+    let grad_attended = operations.linear_backward_input(&[(&grad, &weights.output)])?;
+    let (mut grad_query, mut grad_key, grad_value) = operations.attention_backward(
         &grad_attended,
         &query.rotated,
         &key.rotated,
@@ -211,43 +234,32 @@ pub fn backward(
         context.layout,
     )?;
     drop((grad_attended, attended, value));
-    let query_norm = gradients.query_norm.as_mut();
-    let grad_query = unproject(
-        context,
-        shape,
-        &query,
-        weights.query_norm.as_ref(),
-        grad_query,
-        query_norm,
-    )?;
-    let key_norm = gradients.key_norm.as_mut();
-    let grad_key = unproject(
-        context,
-        shape,
-        &key,
-        weights.key_norm.as_ref(),
-        grad_key,
-        key_norm,
-    )?;
-
-    let mut grad_normed = operations.zeros(normed.rows(), normed.columns())?;
-    operations.linear_backward_input(&grad_query, &weights.query, &mut grad_normed, false)?;
-    operations.linear_backward_input(&grad_key, &weights.key, &mut grad_normed, true)?;
-    operations.linear_backward_input(&grad_value, &weights.value, &mut grad_normed, true)?;
-    for (grad_output, weight, bias) in [
-        (&grad_query, &mut gradients.query, gradients.query_bias.as_mut()),
-        (&grad_key, &mut gradients.key, gradients.key_bias.as_mut()),
-        (&grad_value, &mut gradients.value, gradients.value_bias.as_mut()),
-    ] {
-        operations.linear_backward_weight(grad_output, &normed, weight, bias)?;
+    if let (Some(_), Some(table)) = (&shape.rope, context.rope) {
+        let (query, key) = (&mut grad_query, &mut grad_key);
+        operations.rope_backward(query, key, shape.head_dim, table, context.layout)?;
     }
-    operations.rms_norm_backward(
-        &grad_normed,
-        hidden,
-        &weights.norm,
-        &reciprocal,
-        &mut grad,
-        Some(&mut gradients.norm),
+    let norms = (weights.query_norm.as_ref(), weights.key_norm.as_ref());
+    let grad_query = unnorm(
+        context,
+        &query,
+        norms.0,
+        grad_query,
+        gradients.query_norm.as_mut(),
     )?;
-    Ok(grad)
+    let grad_key = unnorm(context, &key, norms.1, grad_key, gradients.key_norm.as_mut())?;
+
+    let grad_normed = operations.linear_backward_input(&[
+        (&grad_query, &weights.query),
+        (&grad_key, &weights.key),
+        (&grad_value, &weights.value),
+    ])?;
+    let layer = |output, weight, bias| LinearGradient { output, weight, bias };
+    let mut layers = [
+        layer(&grad_query, &mut gradients.query, gradients.query_bias.as_mut()),
+        layer(&grad_key, &mut gradients.key, gradients.key_bias.as_mut()),
+        layer(&grad_value, &mut gradients.value, gradients.value_bias.as_mut()),
+    ];
+    operations.linear_backward_weight(&normed, &mut layers)?;
+    let norm = &mut gradients.norm;
+    operations.rms_norm_backward(&grad_normed, hidden, &weights.norm, &reciprocal, Some(grad), norm)
 }

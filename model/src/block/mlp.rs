@@ -2,8 +2,9 @@
 
 use espalier_arch::Mlp;
 
-use super::Context;
-use crate::{MlpWeights, Result, Tensor};
+use super::{Context, SavedRow};
+use crate::ops::{Linear, LinearGradient};
+use crate::{Error, MlpWeights, Result, Tensor};
 
 /// What the perceptron's backward needs besides the block's input.
 #[derive(Debug)]
@@ -22,9 +23,27 @@ impl Saved {
     }
 }
 
-/// Elements of [`Saved`] for one row.
-pub(super) fn saved_elements(shape: &Mlp, hidden: usize) -> usize {
-    hidden + 1 + shape.channels * shape.activation.matrices()
+/// What [`Saved`] holds for one row.
+pub(super) fn saved_row(shape: &Mlp, hidden: usize) -> SavedRow {
+    SavedRow {
+        activations: hidden + shape.channels * shape.activation.matrices(),
+        statistics: 1,
+    }
+}
+
+impl MlpWeights {
+    /// Up projection and gate, in the order in which [`crate::ops::Operations::stack`] lays them.
+    pub(crate) fn input_layers(&self) -> Vec<Linear<'_>> {
+        let up = Linear {
+            weight: &self.up,
+            bias: self.up_bias.as_ref(),
+        };
+        let gate = self.gate.as_ref().map(|weight| Linear {
+            weight,
+            bias: self.gate_bias.as_ref(),
+        });
+        std::iter::once(up).chain(gate).collect()
+    }
 }
 
 /// The block's output and what its backward needs.
@@ -39,16 +58,24 @@ pub fn forward(
 ) -> Result<(Tensor, Saved)> {
     let operations = context.operations;
     let (normed, reciprocal) = operations.rms_norm(hidden, &weights.norm, context.epsilon)?;
-    let up = operations.linear(&normed, &weights.up, weights.up_bias.as_ref())?;
-    let gate = match &weights.gate {
-        Some(gate) => Some(operations.linear(&normed, gate, weights.gate_bias.as_ref())?),
-        None => None,
-    };
+    let mut outputs = operations
+        .linear_many(&normed, &weights.input_layers())?
+        .into_iter();
+    let (up, gate) = (outputs.next(), outputs.next());
+    let up = up.ok_or_else(|| Error::Shape {
+        operation: "linear_many",
+        expected: "an output for each layer".to_owned(),
+        found: "none".to_owned(),
+    })?;
     let activated = match &gate {
         Some(gate) => operations.swiglu(gate, &up)?,
         None => operations.relu_squared(&up)?,
     };
-    let output = operations.linear_residual(&activated, &weights.down, weights.down_bias.as_ref(), hidden)?;
+    let down = Linear {
+        weight: &weights.down,
+        bias: weights.down_bias.as_ref(),
+    };
+    let output = operations.linear_residual(&activated, down, hidden)?;
     Ok((
         output,
         Saved {
@@ -71,7 +98,7 @@ pub fn backward(
     weights: &MlpWeights,
     hidden: &Tensor,
     saved: Saved,
-    mut grad: Tensor,
+    grad: Tensor,
     gradients: &mut MlpWeights,
 ) -> Result<Tensor> {
     let operations = context.operations;
@@ -82,15 +109,14 @@ pub fn backward(
         up,
         activated,
     } = saved;
-    operations.linear_backward_weight(
-        &grad,
-        &activated,
-        &mut gradients.down,
-        gradients.down_bias.as_mut(),
-    )?;
-    let mut grad_activated = operations.zeros(activated.rows(), activated.columns())?;
+    let down = LinearGradient {
+        output: &grad,
+        weight: &mut gradients.down,
+        bias: gradients.down_bias.as_mut(),
+    };
+    operations.linear_backward_weight(&activated, &mut [down])?;
     drop(activated);
-    operations.linear_backward_input(&grad, &weights.down, &mut grad_activated, false)?;
+    let grad_activated = operations.linear_backward_input(&[(&grad, &weights.down)])?;
     let (grad_gate, grad_up) = match &gate {
         Some(gate) => {
             let (grad_gate, grad_up) = operations.swiglu_backward(&grad_activated, gate, &up)?;
@@ -100,22 +126,23 @@ pub fn backward(
     };
     drop((grad_activated, gate, up));
 
-    let mut grad_normed = operations.zeros(normed.rows(), normed.columns())?;
-    operations.linear_backward_input(&grad_up, &weights.up, &mut grad_normed, false)?;
-    operations.linear_backward_weight(&grad_up, &normed, &mut gradients.up, gradients.up_bias.as_mut())?;
-    if let (Some(grad_gate), Some(weight), Some(gradient)) =
-        (&grad_gate, &weights.gate, gradients.gate.as_mut())
+    let mut inputs = vec![(&grad_up, &weights.up)];
+    let mut layers = vec![LinearGradient {
+        output: &grad_up,
+        weight: &mut gradients.up,
+        bias: gradients.up_bias.as_mut(),
+    }];
+    if let (Some(output), Some(weight), Some(gradient)) = (&grad_gate, &weights.gate, gradients.gate.as_mut())
     {
-        operations.linear_backward_input(grad_gate, weight, &mut grad_normed, true)?;
-        operations.linear_backward_weight(grad_gate, &normed, gradient, gradients.gate_bias.as_mut())?;
+        inputs.push((output, weight));
+        layers.push(LinearGradient {
+            output,
+            weight: gradient,
+            bias: gradients.gate_bias.as_mut(),
+        });
     }
-    operations.rms_norm_backward(
-        &grad_normed,
-        hidden,
-        &weights.norm,
-        &reciprocal,
-        &mut grad,
-        Some(&mut gradients.norm),
-    )?;
-    Ok(grad)
+    let grad_normed = operations.linear_backward_input(&inputs)?;
+    operations.linear_backward_weight(&normed, &mut layers)?;
+    let norm = &mut gradients.norm;
+    operations.rms_norm_backward(&grad_normed, hidden, &weights.norm, &reciprocal, Some(grad), norm)
 }

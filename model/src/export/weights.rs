@@ -1,6 +1,7 @@
 //! Weights as safetensors: one file, or shards of at most 5 GB with an index.
 //!
-//! Tensors are written one at a time through a small buffer, so an export needs no second copy of the model.
+//! Tensors are written a few rows at a time through a small buffer, so an export needs no second copy of the
+//! model.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -10,10 +11,13 @@ use espalier_arch::Architecture;
 use serde_json::{Map, Value, json};
 
 use crate::checkpoint::Precision;
+use crate::ops::Operations;
 use crate::{Error, Model, Result, Tensor};
 
 /// Bytes of one shard, as transformers shards.
 const SHARD_BYTES: u64 = 5_000_000_000;
+/// Elements that are brought to the host together.
+const DOWNLOADED_ELEMENTS: usize = 1 << 20;
 /// Headers are padded so that data begins at a multiple of this.
 const ALIGNMENT: usize = 8;
 
@@ -24,33 +28,44 @@ struct Entry<'a> {
     bytes: u64,
 }
 
+/// How weights become bytes.
+struct Writing<'a> {
+    precision: Precision,
+    operations: &'a dyn Operations,
+}
+
 /// Writes the weights of `model` under the names of `architecture`; the bytes written.
 pub fn write(
     model: &Model,
     architecture: &Architecture,
     precision: Precision,
     directory: &Path,
+    operations: &dyn Operations,
 ) -> Result<u64> {
-    write_in_shards(model, architecture, precision, directory, SHARD_BYTES)
+    let writing = Writing {
+        precision,
+        operations,
+    };
+    write_in_shards(model, architecture, &writing, directory, SHARD_BYTES)
 }
 
 fn write_in_shards(
     model: &Model,
     architecture: &Architecture,
-    precision: Precision,
+    writing: &Writing<'_>,
     directory: &Path,
     shard_bytes: u64,
 ) -> Result<u64> {
-    let shards = plan(entries(model, architecture, precision)?, shard_bytes);
+    let shards = plan(entries(model, architecture, writing.precision)?, shard_bytes);
     let total: u64 = shards.iter().flatten().map(|entry| entry.bytes).sum();
     if let [only] = shards.as_slice() {
-        write_shard(&directory.join("model.safetensors"), only, precision)?;
+        writing.shard(&directory.join("model.safetensors"), only)?;
         return Ok(total);
     }
     let mut map = Map::new();
     for (index, shard) in shards.iter().enumerate() {
         let name = format!("model-{:05}-of-{:05}.safetensors", index + 1, shards.len());
-        write_shard(&directory.join(&name), shard, precision)?;
+        writing.shard(&directory.join(&name), shard)?;
         map.extend(shard.iter().map(|entry| (entry.name.clone(), json!(name))));
     }
     let index = json!({"metadata": {"total_size": total}, "weight_map": map});
@@ -110,22 +125,41 @@ fn plan(entries: Vec<Entry<'_>>, shard_bytes: u64) -> Vec<Vec<Entry<'_>>> {
     shards
 }
 
-fn write_shard(path: &Path, entries: &[Entry<'_>], precision: Precision) -> Result<()> {
-    let io = |source| Error::Io {
-        path: path.to_owned(),
-        source,
-    };
-    let mut writer = BufWriter::with_capacity(1 << 20, File::create_new(path).map_err(io)?);
-    let header = header(entries, precision)?;
-    writer
-        .write_all(&(header.len() as u64).to_le_bytes())
-        .map_err(io)?;
-    writer.write_all(&header).map_err(io)?;
-    for entry in entries {
-        write_tensor(&mut writer, entry.tensor, precision).map_err(io)?;
+impl Writing<'_> {
+    fn shard(&self, path: &Path, entries: &[Entry<'_>]) -> Result<()> {
+        let io = |source| Error::Io {
+            path: path.to_owned(),
+            source,
+        };
+        let mut writer = BufWriter::with_capacity(1 << 20, File::create_new(path).map_err(io)?);
+        let header = header(entries, self.precision)?;
+        writer
+            .write_all(&(header.len() as u64).to_le_bytes())
+            .map_err(io)?;
+        writer.write_all(&header).map_err(io)?;
+        for entry in entries {
+            let tensor = entry.tensor;
+            let together = (DOWNLOADED_ELEMENTS / tensor.columns().max(1)).max(1);
+            for first in (0..tensor.rows()).step_by(together) {
+                let part = tensor.narrow_rows(first, together.min(tensor.rows() - first))?;
+                writer
+                    .write_all(&self.bytes(&self.operations.download(&part)?))
+                    .map_err(io)?;
+            }
+        }
+        let file = writer.into_inner().map_err(|error| io(error.into_error()))?;
+        file.sync_all().map_err(io)
     }
-    let file = writer.into_inner().map_err(|error| io(error.into_error()))?;
-    file.sync_all().map_err(io)
+
+    fn bytes(&self, values: &[f32]) -> Vec<u8> {
+        let values = values.iter();
+        match self.precision {
+            Precision::F32 => values.flat_map(|value| value.to_le_bytes()).collect(),
+            Precision::Bf16 => values
+                .flat_map(|value| half::bf16::from_f32(*value).to_le_bytes())
+                .collect(),
+        }
+    }
 }
 
 fn header(entries: &[Entry<'_>], precision: Precision) -> Result<Vec<u8>> {
@@ -147,23 +181,4 @@ fn header(entries: &[Entry<'_>], precision: Precision) -> Result<Vec<u8>> {
     })?;
     header.resize(header.len().next_multiple_of(ALIGNMENT), b' ');
     Ok(header)
-}
-
-/// Row by row, so that a view is written as the contiguous tensor it stands for.
-fn write_tensor(writer: &mut impl Write, tensor: &Tensor, precision: Precision) -> std::io::Result<()> {
-    if tensor.is_empty() {
-        return Ok(());
-    }
-    let mut bytes = Vec::with_capacity(tensor.columns() * 4);
-    for row in tensor.host().chunks(tensor.leading_dimension()) {
-        bytes.clear();
-        for value in row.iter().take(tensor.columns()) {
-            match precision {
-                Precision::F32 => bytes.extend_from_slice(&value.to_le_bytes()),
-                Precision::Bf16 => bytes.extend_from_slice(&half::bf16::from_f32(*value).to_le_bytes()),
-            }
-        }
-        writer.write_all(&bytes)?;
-    }
-    Ok(())
 }

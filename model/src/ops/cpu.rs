@@ -15,13 +15,17 @@ mod norm;
 mod rope;
 mod rows;
 mod simd;
+mod statistics;
 #[cfg(test)]
 mod tests;
 
 use espalier_arch::Attention;
 
-use super::{AdamWParameter, AdamWStep, Head, HeadGradient, KvCache, Layout, Operations, RopeTable};
-use crate::{Result, Tensor};
+use super::{
+    AdamWParameter, AdamWStep, Axis, Head, HeadGradient, HostTokens, KvCache, Layout, Linear, LinearGradient,
+    Losses, Operations, Pending, RopeTable, TokenBatch,
+};
+use crate::{ElementType, Error, Result, Tensor};
 
 /// Operations on the host's processor and memory.
 #[derive(Debug, Clone, Copy, Default)]
@@ -32,96 +36,86 @@ impl CpuOperations {
     pub fn new() -> Self {
         Self
     }
+
+    /// Refuses what this backend cannot hold.
+    fn expect_f32(element_type: ElementType) -> Result<()> {
+        match element_type {
+            ElementType::F32 => Ok(()),
+            ElementType::Bf16 => Err(Error::ElementType { element_type }),
+        }
+    }
 }
 
 impl Operations for CpuOperations {
-    fn zeros(&self, rows: usize, columns: usize) -> Result<Tensor> {
+    fn activation_type(&self) -> ElementType {
+        ElementType::F32
+    }
+
+    fn zeros(&self, rows: usize, columns: usize, element_type: ElementType) -> Result<Tensor> {
+        Self::expect_f32(element_type)?;
         Tensor::zeros(rows, columns)
     }
 
     fn upload(&self, data: &[f32], rows: usize, columns: usize) -> Result<Tensor> {
-        rows::expect(
-            "upload",
-            rows.checked_mul(columns) == Some(data.len()),
-            || format!("{rows} x {columns} elements"),
-            || format!("{} elements", data.len()),
-        )?;
-        let mut tensor = Tensor::unspecified(rows, columns)?;
-        rows::for_each_row(&mut tensor, |index, out| {
-            out.copy_from_slice(&data[index * columns..(index + 1) * columns]);
-        })?;
-        Ok(tensor)
+        elementwise::upload(data, rows, columns)
     }
 
     fn download(&self, tensor: &Tensor) -> Result<Vec<f32>> {
+        let rows = rows::Rows::of(tensor)?;
         let mut data = Vec::with_capacity(tensor.len());
         for index in 0..tensor.rows() {
-            data.extend_from_slice(rows::row(tensor, index));
+            data.extend_from_slice(rows.row(index));
         }
         Ok(data)
     }
 
-    fn contiguous(&self, tensor: &Tensor) -> Result<Tensor> {
+    fn copy_as(&self, tensor: &Tensor, element_type: ElementType) -> Result<Tensor> {
+        Self::expect_f32(element_type)?;
         elementwise::contiguous(tensor)
     }
 
-    fn add_assign(&self, target: &mut Tensor, source: &Tensor) -> Result<()> {
-        elementwise::add_assign(target, source)
+    fn concatenate(&self, tensors: &[&Tensor]) -> Result<Tensor> {
+        elementwise::concatenate(tensors)
     }
 
-    fn add(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
-        elementwise::add(a, b)
+    fn gather(&self, tensor: &Tensor, indices: &[usize], axis: Axis) -> Result<Tensor> {
+        elementwise::gather(tensor, indices, axis)
     }
 
-    fn sum_of_squares(&self, tensor: &Tensor) -> Result<f64> {
-        Ok(elementwise::sum_of_squares(tensor))
+    fn tokens(&self, ids: &[u32], targets: Option<&[Option<u32>]>) -> Result<TokenBatch> {
+        let tokens = HostTokens::new(ids, targets)?;
+        Ok(TokenBatch::on_host(tokens, targets.is_some()))
     }
 
-    fn embedding(&self, table: &Tensor, tokens: &[u32]) -> Result<Tensor> {
+    fn embedding(&self, table: &Tensor, tokens: &TokenBatch) -> Result<Tensor> {
         elementwise::embedding(table, tokens)
     }
 
     fn embedding_backward(
         &self,
         grad_output: &Tensor,
-        tokens: &[u32],
+        tokens: &TokenBatch,
         grad_table: &mut Tensor,
     ) -> Result<()> {
         elementwise::embedding_backward(grad_output, tokens, grad_table)
     }
 
-    fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        linear::forward(x, weight, bias, None)
+    fn linear(&self, x: &Tensor, layer: Linear<'_>) -> Result<Tensor> {
+        linear::forward(x, layer, None)
     }
 
-    fn linear_residual(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-        residual: &Tensor,
-    ) -> Result<Tensor> {
-        linear::forward(x, weight, bias, Some(residual))
+    fn linear_residual(&self, x: &Tensor, layer: Linear<'_>, residual: &Tensor) -> Result<Tensor> {
+        linear::forward(x, layer, Some(residual))
     }
 
-    fn linear_backward_input(
-        &self,
-        grad_output: &Tensor,
-        weight: &Tensor,
-        grad_x: &mut Tensor,
-        accumulate: bool,
-    ) -> Result<()> {
-        linear::backward_input(grad_output, weight, grad_x, accumulate)
+    fn linear_backward_input(&self, layers: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
+        linear::backward_input(layers)
     }
 
-    fn linear_backward_weight(
-        &self,
-        grad_output: &Tensor,
-        x: &Tensor,
-        grad_weight: &mut Tensor,
-        grad_bias: Option<&mut Tensor>,
-    ) -> Result<()> {
-        linear::backward_weight(grad_output, x, grad_weight, grad_bias)
+    fn linear_backward_weight(&self, x: &Tensor, layers: &mut [LinearGradient<'_>]) -> Result<()> {
+        layers
+            .iter_mut()
+            .try_for_each(|layer| linear::backward_weight(x, layer))
     }
 
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<(Tensor, Tensor)> {
@@ -134,38 +128,37 @@ impl Operations for CpuOperations {
         x: &Tensor,
         weight: &Tensor,
         reciprocal: &Tensor,
-        grad_x: &mut Tensor,
-        grad_weight: Option<&mut Tensor>,
-    ) -> Result<()> {
-        norm::backward(grad_output, x, weight, reciprocal, grad_x, grad_weight)
+        residual: Option<Tensor>,
+        grad_weight: &mut Tensor,
+    ) -> Result<Tensor> {
+        norm::backward(grad_output, x, weight, reciprocal, residual, grad_weight)
     }
 
     fn rope(
         &self,
-        x: &mut Tensor,
+        q: &mut Tensor,
+        k: &mut Tensor,
         head_dim: usize,
         table: &RopeTable,
         layout: Layout,
         first_position: usize,
     ) -> Result<()> {
-        rope::rotate(
-            x,
-            head_dim,
-            table,
-            layout,
-            first_position,
-            rope::Direction::Forward,
-        )
+        let turn = rope::Turn::forward(head_dim, table, layout, first_position)?;
+        turn.rotate(q)?;
+        turn.rotate(k)
     }
 
     fn rope_backward(
         &self,
-        grad: &mut Tensor,
+        grad_q: &mut Tensor,
+        grad_k: &mut Tensor,
         head_dim: usize,
         table: &RopeTable,
         layout: Layout,
     ) -> Result<()> {
-        rope::rotate(grad, head_dim, table, layout, 0, rope::Direction::Backward)
+        let turn = rope::Turn::backward(head_dim, table, layout)?;
+        turn.rotate(grad_q)?;
+        turn.rotate(grad_k)
     }
 
     fn attention(
@@ -230,15 +223,23 @@ impl Operations for CpuOperations {
     }
 
     fn logits(&self, head: Head<'_>) -> Result<Tensor> {
-        linear::forward(head.hidden, head.weight, None, None)
+        let layer = Linear {
+            weight: head.weight,
+            bias: None,
+        };
+        linear::forward(head.hidden, layer, None)
+    }
+
+    fn likeliest(&self, logits: &Tensor) -> Result<Vec<u32>> {
+        statistics::likeliest(logits)
     }
 
     fn cross_entropy(
         &self,
         head: Head<'_>,
-        targets: &[Option<u32>],
+        targets: &TokenBatch,
         gradient: Option<HeadGradient<'_>>,
-    ) -> Result<Vec<f32>> {
+    ) -> Result<Losses> {
         loss::cross_entropy(head, targets, gradient)
     }
 
@@ -247,15 +248,28 @@ impl Operations for CpuOperations {
         student: Head<'_>,
         parent: Head<'_>,
         gradient: Option<HeadGradient<'_>>,
-    ) -> Result<Vec<f32>> {
+    ) -> Result<Losses> {
         loss::distillation(student, parent, gradient)
     }
 
-    fn distillation_many(&self, students: &[Head<'_>], parent: Head<'_>) -> Result<Vec<Vec<f32>>> {
+    fn distillation_many(&self, students: &[Head<'_>], parent: Head<'_>) -> Result<Vec<Tensor>> {
         loss::distillation_many(students, parent)
     }
 
-    fn adamw(&self, parameters: &mut [AdamWParameter<'_>], step: AdamWStep) -> Result<()> {
-        adamw::step(parameters, step)
+    fn column_squares(&self, x: &Tensor) -> Result<Vec<f64>> {
+        statistics::column_squares(x)
+    }
+
+    fn tile_products(&self, a: &Tensor, b: &Tensor, tile: usize) -> Result<Vec<f64>> {
+        statistics::tile_products(a, b, tile)
+    }
+
+    fn update(
+        &self,
+        parameters: &mut [AdamWParameter<'_>],
+        step: AdamWStep,
+        losses: &[Tensor],
+    ) -> Result<Box<dyn Pending>> {
+        Ok(Box::new(adamw::update(parameters, step, losses)?))
     }
 }

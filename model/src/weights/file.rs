@@ -12,7 +12,7 @@ use espalier_arch::Architecture;
 use safetensors::{Dtype, View};
 use serde_json::Value;
 
-use super::Model;
+use super::{Model, for_blocks};
 use crate::files;
 use crate::ops::Operations;
 use crate::{Error, Result, Tensor};
@@ -172,7 +172,7 @@ impl TensorFile {
         operations.upload(&values, rows, columns)
     }
 
-    /// A model of this shape whose tensors are stored as `prefix` and the checkpoint's name.
+    /// A model of this shape in f32, whose tensors are stored as `prefix` and the checkpoint's name.
     pub(crate) fn model(
         &self,
         prefix: &str,
@@ -182,7 +182,8 @@ impl TensorFile {
         Model::from_tensors(architecture, |spec| {
             let (rows, columns) = super::tensors::matrix_shape(&spec.shape);
             self.read(&format!("{prefix}{}", spec.name), rows, columns, operations)
-        })
+        })?
+        .stacked(operations)
     }
 
     /// What of the metadata lies under `key`.
@@ -233,6 +234,11 @@ impl Model {
     pub fn load(path: &Path, operations: &dyn Operations) -> Result<Self> {
         let file = TensorFile::open(path)?;
         let architecture: Architecture = file.field("architecture")?;
-        file.model("", &architecture, operations)
+        Self::from_tensors(&architecture, |spec| {
+            let (rows, columns) = super::tensors::matrix_shape(&spec.shape);
+            let tensor = file.read(&spec.name, rows, columns, operations)?;
+            for_blocks(operations, spec.role, tensor)
+        })?
+        .stacked(operations)
     }
 }

@@ -100,6 +100,29 @@ impl BlockWeights {
         parts.into_iter().flatten().collect()
     }
 
+    /// Tensors of layers that read the same input, in the order in which the block hands them to
+    /// [`Operations::linear_many`].
+    fn read_together(&mut self) -> Vec<Vec<&mut Tensor>> {
+        match self {
+            Self::Attention(weights) => {
+                let biases = [
+                    &mut weights.query_bias,
+                    &mut weights.key_bias,
+                    &mut weights.value_bias,
+                ];
+                vec![
+                    vec![&mut weights.query, &mut weights.key, &mut weights.value],
+                    biases.into_iter().flatten().collect(),
+                ]
+            }
+            Self::Mlp(weights) => {
+                let matrices = std::iter::once(&mut weights.up).chain(&mut weights.gate);
+                let biases = [&mut weights.up_bias, &mut weights.gate_bias];
+                vec![matrices.collect(), biases.into_iter().flatten().collect()]
+            }
+        }
+    }
+
     /// The same block with every tensor replaced by what `change` makes of it.
     ///
     /// # Errors
@@ -222,8 +245,9 @@ impl Model {
                 data.iter_mut()
                     .for_each(|value| *value = reach * generator.symmetric());
             }
-            operations.upload(&data, rows, columns)
-        })
+            for_blocks(operations, spec.role, operations.upload(&data, rows, columns)?)
+        })?
+        .stacked(operations)
     }
 
     /// Every tensor with what it is for, in the order of [`Architecture::tensors`].
@@ -251,13 +275,49 @@ impl Model {
     }
 
     /// The same shape with every tensor replaced by what `change` makes of it.
-    pub(super) fn map(&self, change: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
+    pub(super) fn map(&self, change: &mut dyn FnMut(Role, &Tensor) -> Result<Tensor>) -> Result<Self> {
         let mut copy = self.clone();
-        for tensor in copy.tensors_mut() {
-            *tensor = change(tensor)?;
+        for (tensor, (role, own)) in copy.tensors_mut().into_iter().zip(self.tensors()) {
+            *tensor = change(role, own)?;
         }
         Ok(copy)
     }
+
+    /// The same tensors, those that a block reads together stacked where the backend gains by it.
+    pub(crate) fn stacked(mut self, operations: &dyn Operations) -> Result<Self> {
+        for block in &mut self.blocks {
+            for group in block.read_together() {
+                let tensors = group.iter().map(|tensor| (**tensor).clone()).collect();
+                for (tensor, stacked) in group.into_iter().zip(operations.stack(tensors)?) {
+                    *tensor = stacked;
+                }
+            }
+        }
+        Ok(self)
+    }
+}
+
+/// A weight as blocks read it: a matrix in the backend's activation type, a vector as it is.
+pub(crate) fn for_blocks(operations: &dyn Operations, role: Role, tensor: Tensor) -> Result<Tensor> {
+    let element_type = operations.activation_type();
+    if is_vector(role) || tensor.element_type() == element_type {
+        return Ok(tensor);
+    }
+    operations.copy_as(&tensor, element_type)
+}
+
+fn is_vector(role: Role) -> bool {
+    let bias = matches!(
+        role,
+        Role::QueryBias
+            | Role::KeyBias
+            | Role::ValueBias
+            | Role::OutputBias
+            | Role::GateBias
+            | Role::UpBias
+            | Role::DownBias
+    );
+    bias || is_norm(role)
 }
 
 fn is_norm(role: Role) -> bool {
@@ -304,5 +364,44 @@ impl SplitMix64 {
         #[allow(clippy::cast_precision_loss)] // 24 bits fit
         let unit = (self.next() >> 40) as f32;
         unit.mul_add(2.0 / 16_777_216.0, -1.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::ops::Linear;
+    use crate::ops::cpu::CpuOperations;
+
+    #[test]
+    fn what_a_block_reads_together_is_stacked_in_the_order_in_which_it_reads_it() {
+        let config = json!({
+            "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 8, "intermediate_size": 12,
+            "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 9,
+            "max_position_embeddings": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+        });
+        let architecture = Architecture::from_config(&config).unwrap();
+        let mut model = Model::random(&architecture, 1, &CpuOperations::new()).unwrap();
+        for block in &mut model.blocks {
+            let copy = block.clone();
+            let layers: Vec<Linear<'_>> = match &copy {
+                BlockWeights::Attention(weights) => weights.projections().into(),
+                BlockWeights::Mlp(weights) => weights.input_layers(),
+            };
+            let biases = layers.iter().filter_map(|layer| layer.bias).collect();
+            let read: [Vec<&Tensor>; 2] = [layers.iter().map(|layer| layer.weight).collect(), biases];
+            let stacked = block.read_together();
+            assert_eq!(stacked.len(), 2);
+            for (stacked, read) in stacked.into_iter().zip(read) {
+                assert_eq!(stacked.len(), read.len());
+                for (stacked, read) in stacked.into_iter().zip(read) {
+                    assert!(stacked.shares_storage_with(read));
+                }
+            }
+        }
     }
 }

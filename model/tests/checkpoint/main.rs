@@ -10,6 +10,7 @@ use std::path::Path;
 use espalier_arch::{Architecture, Candidate, Variant};
 use espalier_model::checkpoint::{Parent, Precision};
 use espalier_model::export::export;
+use espalier_model::ops::Operations;
 use espalier_model::ops::cpu::CpuOperations;
 use espalier_model::{Model, Tensor};
 use fixture::{Fixture, write_gguf};
@@ -30,8 +31,7 @@ fn refused(damage: impl FnOnce(&Fixture), words: &[&str]) {
 }
 
 fn elements(tensor: &Tensor) -> Vec<f32> {
-    let rows = tensor.host().chunks(tensor.leading_dimension());
-    rows.flat_map(|row| row[..tensor.columns()].to_vec()).collect()
+    CpuOperations::new().download(tensor).unwrap()
 }
 
 fn assert_same_weights(left: &Model, right: &Model) {
@@ -228,7 +228,14 @@ fn round_trip(family: &str, variants: &[(usize, Variant)]) -> (Value, Architectu
     let smaller = model.slice(&candidate(&parent, variants)).unwrap();
     let home = tempfile::tempdir().unwrap();
     let directory = home.path().join("export");
-    let exported = export(&smaller, &parent, &directory, Precision::F32).unwrap();
+    let exported = export(
+        &smaller,
+        &parent,
+        &directory,
+        Precision::F32,
+        &CpuOperations::new(),
+    )
+    .unwrap();
     let again = open(&directory).unwrap();
     let loaded = again.load(&CpuOperations::new()).unwrap();
     assert_same_weights(&smaller, &loaded);
@@ -292,7 +299,7 @@ fn a_heterogeneous_export_carries_its_modelling_file_and_can_be_a_parent_again()
         let model = again.load(&CpuOperations::new()).unwrap();
         let smaller = model.slice(&candidate(&again, &[(3, Variant::Skip)])).unwrap();
         let second = home.path().join("second");
-        export(&smaller, &again, &second, Precision::Bf16).unwrap();
+        export(&smaller, &again, &second, Precision::Bf16, &CpuOperations::new()).unwrap();
         let reopened = open(&second).unwrap();
         assert_eq!(reopened.architecture.blocks.len(), 3);
         assert_eq!(reopened.config["family"], family);
@@ -316,7 +323,14 @@ fn llamas_heads_that_do_not_divide_the_width_are_exported_flat_since_transformer
         .slice(&candidate(&parent, &variants))
         .unwrap();
     let home = tempfile::tempdir().unwrap();
-    let exported = export(&model, &parent, &home.path().join("export"), Precision::F32).unwrap();
+    let exported = export(
+        &model,
+        &parent,
+        &home.path().join("export"),
+        Precision::F32,
+        &CpuOperations::new(),
+    )
+    .unwrap();
     assert!(!exported.uniform);
 }
 
@@ -328,7 +342,7 @@ fn an_export_never_touches_a_directory_that_exists_and_leaves_nothing_half_writt
     let home = tempfile::tempdir().unwrap();
     let directory = home.path().join("export");
     fs::create_dir(&directory).unwrap();
-    let error = export(&model, &parent, &directory, Precision::F32)
+    let error = export(&model, &parent, &directory, Precision::F32, &CpuOperations::new())
         .unwrap_err()
         .to_string();
     assert!(error.contains("exists already"), "{error}");
@@ -368,6 +382,7 @@ fn a_real_gguf_file_gives_its_tokenizer_and_can_be_exported() {
         &parent,
         &Path::new(&exports).join("whole"),
         Precision::F32,
+        &CpuOperations::new(),
     )
     .unwrap();
     let variants = [
@@ -382,6 +397,7 @@ fn a_real_gguf_file_gives_its_tokenizer_and_can_be_exported() {
         &parent,
         &Path::new(&exports).join("mixed"),
         Precision::F32,
+        &CpuOperations::new(),
     )
     .unwrap();
 }

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use espalier_arch::Architecture;
+use espalier_model::Model;
 use espalier_model::block::saved_bytes;
 use espalier_model::decode::Session;
 use espalier_model::ops::Operations;
-use espalier_model::{Model, Tensor};
 use espalier_search::{CostKey, Measurement, Workload};
 
 use super::quiet::Quiet;
@@ -90,7 +90,8 @@ impl Bench {
             context,
         )?;
         let tokens = workload.prompt_tokens.saturating_mul(workload.concurrency);
-        let memory_bytes = memory_bytes(model, session.cache_bytes(), workload);
+        let entry_bytes = operations.activation_bytes();
+        let memory_bytes = memory_bytes(model, session.cache_bytes(), workload, entry_bytes);
         let prompt = prompt(tokens, architecture.vocab_size);
         Ok(Self {
             session,
@@ -192,29 +193,29 @@ pub(super) fn prompt(tokens: usize, vocab_size: usize) -> Vec<u32> {
         .collect()
 }
 
-fn memory_bytes(model: &Model, cache_bytes: usize, workload: &Workload) -> u64 {
-    let weights = model.parameters().saturating_mul(size_of::<f32>());
-    let total = weights
+fn memory_bytes(model: &Model, cache_bytes: usize, workload: &Workload, entry_bytes: usize) -> u64 {
+    let total = model
+        .bytes()
         .saturating_add(cache_bytes)
-        .saturating_add(activation_bytes(&model.architecture, workload));
+        .saturating_add(activation_bytes(&model.architecture, workload, entry_bytes));
     total as u64
 }
 
 /// What the widest block holds while all prompts run through it: its input, its output and everything
 /// between; and the logits.
-fn activation_bytes(architecture: &Architecture, workload: &Workload) -> usize {
+fn activation_bytes(architecture: &Architecture, workload: &Workload, entry_bytes: usize) -> usize {
     let rows = workload.prompt_tokens.saturating_mul(workload.concurrency);
     let stream = rows
         .saturating_mul(architecture.hidden)
-        .saturating_mul(size_of::<f32>());
+        .saturating_mul(entry_bytes);
     let blocks = architecture
         .blocks
         .iter()
-        .map(|block| saved_bytes(&block.shape, architecture.hidden, rows));
+        .map(|block| saved_bytes(&block.shape, architecture.hidden, rows, entry_bytes));
     let logits = workload
         .concurrency
         .saturating_mul(architecture.vocab_size)
-        .saturating_mul(size_of::<f32>());
+        .saturating_mul(entry_bytes);
     blocks
         .max()
         .unwrap_or(0)
@@ -228,9 +229,4 @@ fn activation_bytes(architecture: &Architecture, workload: &Workload) -> usize {
 /// When a block's kind cannot be run yet.
 pub fn dummy(operations: &Arc<dyn Operations>, architecture: &Architecture, seed: u64) -> Result<Arc<Model>> {
     Ok(Arc::new(Model::random(architecture, seed, &**operations)?))
-}
-
-/// The bytes of a tensor's elements.
-pub(super) fn tensor_bytes(tensor: &Tensor) -> usize {
-    tensor.len().saturating_mul(size_of::<f32>())
 }

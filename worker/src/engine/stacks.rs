@@ -15,7 +15,7 @@ use espalier_model::decode::Session;
 use espalier_model::ops::Operations;
 use espalier_search::{CostRow, Point, Subject};
 
-use super::builtin::{dummy, milliseconds, prompt, tensor_bytes};
+use super::builtin::{dummy, milliseconds, prompt};
 use super::quiet::Quiet;
 use super::statistics::{median, spread};
 use crate::{Error, Result};
@@ -169,7 +169,8 @@ impl Subjects {
                 .iter()
                 .map(|part| part.elements() as usize)
                 .sum();
-            let more = (share / parameters.saturating_mul(size_of::<f32>()).max(1)).clamp(FEWEST, MOST);
+            let more =
+                (share / parameters.saturating_mul(operations.activation_bytes()).max(1)).clamp(FEWEST, MOST);
             let stack = dummy(
                 operations,
                 &stack_of(architecture, shape, SHALLOW + more),
@@ -198,7 +199,7 @@ impl Subjects {
             vocab_size: architecture.vocab_size,
         };
         tracing::debug!(
-            base_bytes = tensor_bytes(base.model.head()),
+            base_bytes = base.model.head().bytes(),
             shapes = shapes.len(),
             "stacks are built"
         );

@@ -58,7 +58,7 @@ pub struct Caches {
 #[derive(Debug, Default)]
 struct FinalStates {
     of: Option<ParentRef>,
-    states: HashMap<(ArtifactId, usize), Vec<f32>>,
+    states: HashMap<(ArtifactId, usize), Tensor>,
     bytes: usize,
 }
 
@@ -127,7 +127,7 @@ impl Caches {
         shard: &ArtifactId,
         index: usize,
         tokens: &[u32],
-    ) -> Result<Vec<f32>> {
+    ) -> Result<Tensor> {
         if self.finals.of.as_ref() != Some(reference) {
             self.finals = FinalStates {
                 of: Some(reference.clone()),
@@ -143,9 +143,8 @@ impl Caches {
             sequences: 1,
             tokens: tokens.len(),
         };
-        let finals = finals(&resident.runner, tokens, layout)?;
-        let states = context.operations.download(&finals)?;
-        let bytes = states.len() * size_of::<f32>();
+        let states = finals(&resident.runner, tokens, layout)?;
+        let bytes = states.bytes();
         if self.finals.bytes + bytes <= FINAL_STATE_BYTES {
             self.finals.of = Some(reference.clone());
             self.finals.bytes += bytes;
@@ -225,7 +224,7 @@ fn run_batches(
     let bytes = sequences
         .tokens
         .len()
-        .saturating_mul(hidden * size_of::<f32>())
+        .saturating_mul(hidden * context.operations.activation_bytes())
         .saturating_mul(blocks);
     let keep = with_inputs && bytes <= BLOCK_INPUT_BYTES;
     let mut batches = Vec::new();

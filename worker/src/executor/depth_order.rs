@@ -55,6 +55,7 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &DepthOrder)
         layout,
     };
     let parent = running.extend(&resident, 0)?;
+    let parent_rows = context.operations.download(&parent)?;
     let total = task.remove * (2 * running.layers.len() - task.remove + 1) / 2;
     let (mut order, mut divergences, mut done) = (Vec::new(), Vec::new(), 0);
     while order.len() < task.remove {
@@ -62,7 +63,8 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &DepthOrder)
         for index in 0..running.layers.len() {
             context.progress(done, total, "removals", || format!("removed {order:?}"))?;
             done += 1;
-            let distance = cosine_distance(&running.without(&resident, index)?, &parent);
+            let finals = context.operations.download(&running.without(&resident, index)?)?;
+            let distance = cosine_distance(&finals, &parent_rows, parent.columns());
             if best.is_none_or(|(least, _)| distance < least) {
                 best = Some((distance, index));
             }
@@ -145,16 +147,12 @@ impl Running {
 }
 
 /// One minus the mean cosine of the rows.
-fn cosine_distance(a: &Tensor, b: &Tensor) -> f64 {
-    let columns = a.columns().max(1);
-    let (left, right) = (
-        a.host().chunks(a.leading_dimension()),
-        b.host().chunks(b.leading_dimension()),
-    );
+fn cosine_distance(a: &[f32], b: &[f32], columns: usize) -> f64 {
+    let columns = columns.max(1);
     let mut sum = 0.0;
-    for (x, y) in left.zip(right) {
+    for (x, y) in a.chunks(columns).zip(b.chunks(columns)) {
         let (mut dot, mut xx, mut yy) = (0.0_f64, 0.0_f64, 0.0_f64);
-        for (p, q) in x.iter().zip(y).take(columns) {
+        for (p, q) in x.iter().zip(y) {
             let (p, q) = (f64::from(*p), f64::from(*q));
             dot += p * q;
             xx += p * p;
@@ -162,5 +160,5 @@ fn cosine_distance(a: &Tensor, b: &Tensor) -> f64 {
         }
         sum += dot / (xx * yy).sqrt().max(f64::MIN_POSITIVE);
     }
-    1.0 - sum / count(a.rows().max(1))
+    1.0 - sum / count((a.len() / columns).max(1))
 }

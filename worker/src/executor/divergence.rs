@@ -48,7 +48,7 @@ impl Divergences {
             .collect();
         let losses = operations.distillation_many(&heads, parent)?;
         for (means, losses) in self.means.iter_mut().zip(losses) {
-            means.extend(sequence_means(&losses, layout));
+            means.extend(sequence_means(&operations.download(&losses)?, layout));
         }
         self.tokens += layout.rows() as u64;
         Ok(())

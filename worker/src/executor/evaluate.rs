@@ -35,10 +35,8 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Evaluate) -
         let head = match (&runner, &own) {
             (Some(runner), Some(own)) => {
                 let head = runner.head(own);
-                divergences.extend(sequence_means(
-                    &operations.distillation(head, parent, None)?,
-                    batch.layout,
-                ));
+                let losses = operations.distillation(head, parent, None)?;
+                divergences.extend(sequence_means(&operations.download(&losses.rows)?, batch.layout));
                 head
             }
             _ => {
@@ -47,8 +45,9 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Evaluate) -
             }
         };
         let targets = next_token_targets(&batch.tokens, batch.layout);
+        let losses = operations.cross_entropy(head, &operations.tokens(&[], Some(&targets))?, None)?;
         nats += operations
-            .cross_entropy(head, &targets, None)?
+            .download(&losses.rows)?
             .into_iter()
             .map(f64::from)
             .sum::<f64>();

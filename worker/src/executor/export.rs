@@ -31,7 +31,8 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Export) -> 
             source,
         })?;
     }
-    let written = espalier_model::export::export(&model, &resident.parent, place, precision)?;
+    let written =
+        espalier_model::export::export(&model, &resident.parent, place, precision, &*context.operations)?;
     context.progress(1, 1, "directories", String::new)?;
     exported.weight_bytes = written.weight_bytes;
     exported.parameters = written.parameters;

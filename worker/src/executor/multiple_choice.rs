@@ -7,7 +7,7 @@
 use std::path::{Path, PathBuf};
 
 use espalier_model::checkpoint::Parent;
-use espalier_model::ops::{Head, Layout};
+use espalier_model::ops::{Axis, Head, Layout};
 use espalier_model::runner::Runner;
 use espalier_proto::task::Benchmark;
 use serde::Deserialize;
@@ -222,8 +222,7 @@ fn score_batch(runner: &Runner, items: &[&Item], length: usize) -> Result<Vec<Sc
     let (mut rows, mut targets) = (Vec::new(), Vec::new());
     for (sequence, item) in items.iter().enumerate() {
         for (place, target) in item.tokens.iter().enumerate().skip(item.prefix.max(1)) {
-            let row = u32::try_from(sequence * layout.tokens + place - 1).unwrap_or(u32::MAX);
-            rows.push(row);
+            rows.push(sequence * layout.tokens + place - 1);
             targets.push(Some(*target));
         }
         tokens.extend_from_slice(&item.tokens);
@@ -231,12 +230,13 @@ fn score_batch(runner: &Runner, items: &[&Item], length: usize) -> Result<Vec<Sc
     }
     let operations = runner.operations().as_ref();
     let normed = runner.hidden_states(&tokens, layout)?;
-    let wanted = operations.embedding(&normed, &rows)?;
+    let wanted = operations.gather(&normed, &rows, Axis::Rows)?;
     let head = Head {
         hidden: &wanted,
         weight: runner.model().head(),
     };
-    let losses = operations.cross_entropy(head, &targets, None)?;
+    let losses = operations.cross_entropy(head, &operations.tokens(&[], Some(&targets))?, None)?;
+    let losses = operations.download(&losses.rows)?;
     let needs_greedy = items.len() <= BATCH_ROWS;
     let greedy = if needs_greedy {
         likeliest(runner, &wanted)?
@@ -274,14 +274,7 @@ fn likeliest(runner: &Runner, hidden: &espalier_model::Tensor) -> Result<Vec<u32
             hidden: &part,
             weight: runner.model().head(),
         })?;
-        let values = operations.download(&logits)?;
-        for row in values.chunks(logits.columns().max(1)) {
-            let best = row
-                .iter()
-                .zip(0_u32..)
-                .reduce(|best, next| if next.0 > best.0 { next } else { best });
-            found.push(best.map_or(0, |(_, token)| token));
-        }
+        found.extend(operations.likeliest(&logits)?);
         start += part.rows();
     }
     Ok(found)

@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use espalier_arch::Attention;
 use espalier_model::ops::{
-    AdamWParameter, AdamWStep, Head, HeadGradient, KvCache, Layout, Operations, RopeTable,
+    AdamWParameter, AdamWStep, Axis, Head, HeadGradient, KvCache, Layout, Linear, LinearGradient, Losses,
+    Operations, Pending, RopeTable, TokenBatch,
 };
-use espalier_model::{Result, Tensor};
+use espalier_model::{ElementType, Result, Tensor};
 
 /// The count. Clones are the same.
 #[derive(Debug, Clone, Default)]
@@ -43,6 +44,10 @@ impl Beating {
 macro_rules! beating {
     ($($name:ident($($argument:ident: $type:ty),*) -> $answer:ty;)*) => {
         impl Operations for Beating {
+            fn activation_type(&self) -> ElementType {
+                self.inner.activation_type()
+            }
+
             $(
                 #[allow(clippy::too_many_arguments)] // the operation's own
                 fn $name(&self, $($argument: $type),*) -> Result<$answer> {
@@ -56,28 +61,33 @@ macro_rules! beating {
 }
 
 beating! {
-    zeros(rows: usize, columns: usize) -> Tensor;
+    zeros(rows: usize, columns: usize, element_type: ElementType) -> Tensor;
     upload(data: &[f32], rows: usize, columns: usize) -> Tensor;
     download(tensor: &Tensor) -> Vec<f32>;
-    contiguous(tensor: &Tensor) -> Tensor;
-    add_assign(target: &mut Tensor, source: &Tensor) -> ();
-    add(a: &Tensor, b: &Tensor) -> Tensor;
-    sum_of_squares(tensor: &Tensor) -> f64;
-    embedding(table: &Tensor, tokens: &[u32]) -> Tensor;
-    embedding_backward(grad_output: &Tensor, tokens: &[u32], grad_table: &mut Tensor) -> ();
-    linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor;
-    linear_residual(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, residual: &Tensor) -> Tensor;
-    linear_backward_input(grad_output: &Tensor, weight: &Tensor, grad_x: &mut Tensor, accumulate: bool) -> ();
-    linear_backward_weight(
-        grad_output: &Tensor, x: &Tensor, grad_weight: &mut Tensor, grad_bias: Option<&mut Tensor>
-    ) -> ();
+    copy_as(tensor: &Tensor, element_type: ElementType) -> Tensor;
+    concatenate(tensors: &[&Tensor]) -> Tensor;
+    stack(tensors: Vec<Tensor>) -> Vec<Tensor>;
+    gather(tensor: &Tensor, indices: &[usize], axis: Axis) -> Tensor;
+    tokens(ids: &[u32], targets: Option<&[Option<u32>]>) -> TokenBatch;
+    embedding(table: &Tensor, tokens: &TokenBatch) -> Tensor;
+    embedding_backward(grad_output: &Tensor, tokens: &TokenBatch, grad_table: &mut Tensor) -> ();
+    linear(x: &Tensor, layer: Linear<'_>) -> Tensor;
+    linear_many(x: &Tensor, layers: &[Linear<'_>]) -> Vec<Tensor>;
+    linear_residual(x: &Tensor, layer: Linear<'_>, residual: &Tensor) -> Tensor;
+    linear_backward_input(layers: &[(&Tensor, &Tensor)]) -> Tensor;
+    linear_backward_weight(x: &Tensor, layers: &mut [LinearGradient<'_>]) -> ();
     rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> (Tensor, Tensor);
     rms_norm_backward(
-        grad_output: &Tensor, x: &Tensor, weight: &Tensor, reciprocal: &Tensor, grad_x: &mut Tensor,
-        grad_weight: Option<&mut Tensor>
+        grad_output: &Tensor, x: &Tensor, weight: &Tensor, reciprocal: &Tensor, residual: Option<Tensor>,
+        grad_weight: &mut Tensor
+    ) -> Tensor;
+    rope(
+        q: &mut Tensor, k: &mut Tensor, head_dim: usize, table: &RopeTable, layout: Layout,
+        first_position: usize
     ) -> ();
-    rope(x: &mut Tensor, head_dim: usize, table: &RopeTable, layout: Layout, first_position: usize) -> ();
-    rope_backward(grad: &mut Tensor, head_dim: usize, table: &RopeTable, layout: Layout) -> ();
+    rope_backward(
+        grad_q: &mut Tensor, grad_k: &mut Tensor, head_dim: usize, table: &RopeTable, layout: Layout
+    ) -> ();
     attention(q: &Tensor, k: &Tensor, v: &Tensor, shape: &Attention, layout: Layout) -> (Tensor, Tensor);
     attention_backward(
         grad_output: &Tensor, q: &Tensor, k: &Tensor, v: &Tensor, output: &Tensor, log_sums: &Tensor,
@@ -91,10 +101,11 @@ beating! {
     relu_squared(x: &Tensor) -> Tensor;
     relu_squared_backward(grad_output: &Tensor, x: &Tensor) -> Tensor;
     logits(head: Head<'_>) -> Tensor;
-    cross_entropy(
-        head: Head<'_>, targets: &[Option<u32>], gradient: Option<HeadGradient<'_>>
-    ) -> Vec<f32>;
-    distillation(student: Head<'_>, parent: Head<'_>, gradient: Option<HeadGradient<'_>>) -> Vec<f32>;
-    distillation_many(students: &[Head<'_>], parent: Head<'_>) -> Vec<Vec<f32>>;
-    adamw(parameters: &mut [AdamWParameter<'_>], step: AdamWStep) -> ();
+    likeliest(logits: &Tensor) -> Vec<u32>;
+    cross_entropy(head: Head<'_>, targets: &TokenBatch, gradient: Option<HeadGradient<'_>>) -> Losses;
+    distillation(student: Head<'_>, parent: Head<'_>, gradient: Option<HeadGradient<'_>>) -> Losses;
+    distillation_many(students: &[Head<'_>], parent: Head<'_>) -> Vec<Tensor>;
+    column_squares(x: &Tensor) -> Vec<f64>;
+    tile_products(a: &Tensor, b: &Tensor, tile: usize) -> Vec<f64>;
+    update(parameters: &mut [AdamWParameter<'_>], step: AdamWStep, losses: &[Tensor]) -> Box<dyn Pending>;
 }

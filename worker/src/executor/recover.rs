@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use espalier_artifact::Name;
-use espalier_model::Model;
 use espalier_model::ops::{Head, Layout};
 use espalier_model::runner::Runner;
-use espalier_model::train::{Hyperparameters, MicroBatch, Objective, Schedule, Trainer};
+use espalier_model::train::{Hyperparameters, MicroBatch, Objective, Schedule, Step, Trainer};
+use espalier_model::{Model, Tensor};
 use espalier_proto::task::{ArtifactId, Recipe, Recover, Recovered};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -113,21 +113,21 @@ impl Attempt<'_, '_> {
         let start = Instant::now();
         let order = Order::new(self.corpus.places.len(), self.task.recipe.seed);
         self.context.leave_checkpoints();
-        while losses.len() < self.steps {
-            let step = losses.len();
-            let loss = self.step(caches, &mut trainer, &order, step)?;
-            losses.push(loss);
-            let total = self.steps * self.step_tokens();
-            self.context
-                .progress((step + 1) * self.step_tokens(), total, "tokens", || {
-                    format!("step {} of {}, loss {loss:.4}", step + 1, self.steps)
-                })?;
-            if losses.len() == self.steps {
-                break;
+        // On a device that computes by itself a step is read when the next one is on its way.
+        let mut unread: Option<Step> = None;
+        for begun in losses.len() + 1..=self.steps {
+            let step = self.step(caches, &mut trainer, &order, begun - 1)?;
+            if let Some(previous) = unread.replace(step) {
+                self.note(&mut losses, previous)?;
             }
             let every = self.task.recipe.checkpoint_steps;
-            let asked = self.context.is_checkpoint_asked();
-            if asked || (every > 0 && (losses.len() as u64).is_multiple_of(every)) {
+            let last = begun == self.steps;
+            let asked = !last && self.context.is_checkpoint_asked();
+            let due = asked || (!last && every > 0 && (begun as u64).is_multiple_of(every));
+            if let Some(step) = unread.take_if(|step| last || due || step.is_ready()) {
+                self.note(&mut losses, step)?;
+            }
+            if due {
                 let seconds = earlier_seconds + start.elapsed().as_secs_f64();
                 let previous = own.replace(self.save(&trainer, &losses, seconds)?);
                 self.discard(previous.as_ref(), own.as_ref());
@@ -159,6 +159,20 @@ impl Attempt<'_, '_> {
             kept_untrained,
             seconds,
         })
+    }
+
+    /// Reads a step's loss and tells how far the training has come.
+    fn note(&self, losses: &mut Vec<f32>, step: Step) -> Result<()> {
+        #[allow(clippy::cast_possible_truncation)] // a loss to look at
+        let loss = step.read()?.loss as f32;
+        losses.push(loss);
+        let (done, total) = (losses.len(), self.steps);
+        self.context.progress(
+            done * self.step_tokens(),
+            total * self.step_tokens(),
+            "tokens",
+            || format!("step {done} of {total}, loss {loss:.4}"),
+        )
     }
 
     fn step_tokens(&self) -> usize {
@@ -262,14 +276,13 @@ impl Attempt<'_, '_> {
         }
     }
 
-    fn step(&self, caches: &mut Caches, trainer: &mut Trainer, order: &Order, step: usize) -> Result<f32> {
+    fn step(&self, caches: &mut Caches, trainer: &mut Trainer, order: &Order, step: usize) -> Result<Step> {
         let batch = self.task.recipe.batch_sequences;
         let chosen: Vec<usize> = (step * batch..(step + 1) * batch)
             .map(|place| order.at(place))
             .collect();
         let together = (MICRO_BATCH_ROWS / self.corpus.sequence_tokens.max(1)).max(1);
         let predictions = batch * self.corpus.sequence_tokens;
-        let mut sum = 0.0;
         for micro in chosen.chunks(together) {
             self.context.check_cancelled()?;
             let (tokens, hidden, layout) = self.parent_states(caches, micro)?;
@@ -277,7 +290,7 @@ impl Attempt<'_, '_> {
                 hidden: &hidden,
                 head: self.resident.model.head(),
             };
-            sum += trainer.accumulate(
+            trainer.accumulate(
                 &MicroBatch {
                     tokens: &tokens,
                     layout,
@@ -286,9 +299,7 @@ impl Attempt<'_, '_> {
                 predictions,
             )?;
         }
-        trainer.update(&self.hyperparameters(step))?;
-        #[allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)] // a loss to look at
-        Ok((sum / predictions as f64) as f32)
+        Ok(trainer.update(&self.hyperparameters(step), predictions)?)
     }
 
     fn hyperparameters(&self, step: usize) -> Hyperparameters {
@@ -309,23 +320,25 @@ impl Attempt<'_, '_> {
     }
 
     /// Tokens of some sequences, and the parent's final hidden states for them.
-    fn parent_states(
-        &self,
-        caches: &mut Caches,
-        chosen: &[usize],
-    ) -> Result<(Vec<u32>, espalier_model::Tensor, Layout)> {
+    fn parent_states(&self, caches: &mut Caches, chosen: &[usize]) -> Result<(Vec<u32>, Tensor, Layout)> {
         let layout = Layout {
             sequences: chosen.len(),
             tokens: self.corpus.sequence_tokens,
         };
-        let (mut tokens, mut states) = (Vec::with_capacity(layout.rows()), Vec::new());
+        let mut tokens = Vec::with_capacity(layout.rows());
+        let mut states = Vec::with_capacity(chosen.len());
         for place in chosen {
             let (artifact, index, sequence) = self.corpus.sequence(*place)?;
-            states.extend(caches.final_states(self.context, &self.task.parent, artifact, index, sequence)?);
+            states.push(caches.final_states(self.context, &self.task.parent, artifact, index, sequence)?);
             tokens.extend_from_slice(sequence);
         }
-        let hidden = self.resident.model.architecture.hidden;
-        let states = self.context.operations.upload(&states, layout.rows(), hidden)?;
+        let states = match states.as_slice() {
+            [only] => only.clone(),
+            several => {
+                let several: Vec<&Tensor> = several.iter().collect();
+                self.context.operations.concatenate(&several)?
+            }
+        };
         Ok((tokens, states, layout))
     }
 
@@ -340,11 +353,9 @@ impl Attempt<'_, '_> {
                 hidden: &parent,
                 weight: self.resident.model.head(),
             };
-            let rows = self
-                .context
-                .operations
-                .distillation(runner.head(&student), parent, None)?;
-            losses.extend(rows.into_iter().map(f64::from));
+            let operations = &self.context.operations;
+            let rows = operations.distillation(runner.head(&student), parent, None)?.rows;
+            losses.extend(operations.download(&rows)?.into_iter().map(f64::from));
         }
         Ok(mean(&losses).mean)
     }

@@ -1,11 +1,13 @@
-//! AdamW (1711.05101): one pass over values, gradients and moments, shared out between threads.
+//! AdamW (1711.05101) with clipping: a pass over the gradients for their norm, and one over values, gradients
+//! and moments, shared out between threads.
 
 use rayon::prelude::*;
 
 use super::rows::{expect, expect_shape};
 use super::simd::{multiply_add, vectorised};
-use crate::Result;
-use crate::ops::{AdamWParameter, AdamWStep};
+use super::statistics;
+use crate::ops::{AdamWParameter, AdamWStep, Updated};
+use crate::{Result, Tensor};
 
 /// Elements of one piece of work.
 const PIECE: usize = 64 * 1024;
@@ -24,12 +26,12 @@ struct Factors {
 
 impl Factors {
     /// `m̂ = m / (1 − β₁ᵗ)` and `v̂ = v / (1 − β₂ᵗ)` become factors of the step and of the root.
-    fn of(step: AdamWStep) -> Self {
+    fn of(step: AdamWStep, gradient_scale: f32) -> Self {
         let exponent = f64::from(step.step);
         let first_correction = 1.0 - f64::from(step.beta1).powf(exponent);
         let second_correction = 1.0 - f64::from(step.beta2).powf(exponent);
         Self {
-            gradient_scale: step.gradient_scale,
+            gradient_scale,
             decay: (1.0 - f64::from(step.learning_rate) * f64::from(step.weight_decay)) as f32,
             beta1: step.beta1,
             beta2: step.beta2,
@@ -42,7 +44,7 @@ impl Factors {
 
 vectorised! {
     /// One step of every element; the gradient is left at zero.
-    fn update(
+    fn update_piece(
         value: &mut [f32],
         gradient: &mut [f32],
         first_moment: &mut [f32],
@@ -61,41 +63,75 @@ vectorised! {
     }
 }
 
-pub(super) fn step(parameters: &mut [AdamWParameter<'_>], step: AdamWStep) -> Result<()> {
-    const OPERATION: &str = "adamw";
+/// The norm of all gradients and the sum of all losses, and one step where both are finite.
+pub(super) fn update(
+    parameters: &mut [AdamWParameter<'_>],
+    step: AdamWStep,
+    losses: &[Tensor],
+) -> Result<Updated> {
+    check(parameters, step)?;
+    let (mut loss, mut squares) = (0.0, 0.0);
+    for losses in losses {
+        loss += statistics::sum(losses)?;
+    }
+    for parameter in parameters.iter() {
+        squares += statistics::sum_of_squares(parameter.gradient)?;
+    }
+    let updated = Updated {
+        loss,
+        gradient_norm: squares.sqrt(),
+    };
+    if !updated.is_applied() {
+        for parameter in parameters {
+            parameter.gradient.host_mut()?.fill(0.0);
+        }
+        return Ok(updated);
+    }
+    let scale = (step.clip / (updated.gradient_norm + 1e-6)).min(1.0);
+    apply(parameters, Factors::of(step, scale as f32))?;
+    for parameter in parameters.iter_mut() {
+        let AdamWParameter { value, working, .. } = parameter;
+        if let Some(working) = working {
+            working.host_mut()?.copy_from_slice(value.host()?);
+        }
+    }
+    Ok(updated)
+}
+
+fn check(parameters: &[AdamWParameter<'_>], step: AdamWStep) -> Result<()> {
+    const OPERATION: &str = "update";
     expect(
         OPERATION,
         step.step >= 1,
         || "a step of at least 1".to_owned(),
         || step.step.to_string(),
     )?;
-    let factors = Factors::of(step);
-    for parameter in parameters.iter() {
+    for parameter in parameters {
         let (rows, columns) = (parameter.value.rows(), parameter.value.columns());
-        let others = [
-            ("gradient", &*parameter.gradient),
-            ("first_moment", &*parameter.first_moment),
-            ("second_moment", &*parameter.second_moment),
+        let tensors = [
+            ("value", Some(&*parameter.value)),
+            ("gradient", Some(&*parameter.gradient)),
+            ("first_moment", Some(&*parameter.first_moment)),
+            ("second_moment", Some(&*parameter.second_moment)),
+            ("working", parameter.working.as_deref()),
         ];
-        for (name, tensor) in others {
+        for (name, tensor) in tensors {
+            let Some(tensor) = tensor else { continue };
             expect_shape(OPERATION, name, tensor, rows, columns)?;
-        }
-        let tensors = others
-            .iter()
-            .map(|(_, tensor)| *tensor)
-            .chain([&*parameter.value]);
-        for tensor in tensors {
-            let found = || format!("{} elements from row to row", tensor.leading_dimension());
             expect(
                 OPERATION,
                 tensor.is_contiguous(),
                 || "contiguous tensors".to_owned(),
-                found,
+                || format!("{} elements from row to row", tensor.leading_dimension()),
             )?;
         }
     }
+    Ok(())
+}
+
+fn apply(parameters: &mut [AdamWParameter<'_>], factors: Factors) -> Result<()> {
     let mut pieces = Vec::new();
-    for parameter in parameters.iter_mut() {
+    for parameter in parameters {
         let values = parameter.value.host_mut()?.chunks_mut(PIECE);
         let gradients = parameter.gradient.host_mut()?.chunks_mut(PIECE);
         let first_moments = parameter.first_moment.host_mut()?.chunks_mut(PIECE);
@@ -105,7 +141,7 @@ pub(super) fn step(parameters: &mut [AdamWParameter<'_>], step: AdamWStep) -> Re
     pieces
         .into_par_iter()
         .for_each(|((value, gradient), (first, second))| {
-            update(value, gradient, first, second, factors);
+            update_piece(value, gradient, first, second, factors);
         });
     Ok(())
 }

@@ -7,7 +7,7 @@
 use rayon::prelude::*;
 
 use super::matmul::{Threads, View, ViewMut, multiply};
-use super::rows::{Shared, expect, expect_shape};
+use super::rows::{Rows, Shared, expect, expect_shape};
 use super::simd;
 use crate::ops::Layout;
 use crate::tensor::Buffer;
@@ -54,19 +54,19 @@ impl Heads {
     }
 }
 
-/// Keys or values of one sequence and group: row `p` begins at `p * leading`.
+/// Heads of one sequence and group: position `p` begins at `p * leading`.
 #[derive(Clone, Copy)]
-pub(super) struct Rows<'a> {
+pub(super) struct Band<'a> {
     pub(super) data: &'a [f32],
     pub(super) leading: usize,
 }
 
-impl<'a> Rows<'a> {
-    /// From `row` and `column` of `tensor` on.
-    pub(super) fn of(tensor: &'a Tensor, row: usize, column: usize) -> Self {
-        let leading = tensor.leading_dimension();
+impl<'a> Band<'a> {
+    /// From `row` and `column` of `rows` on.
+    pub(super) fn of(rows: Rows<'a>, row: usize, column: usize) -> Self {
+        let leading = rows.leading;
         Self {
-            data: tensor.host().get(row * leading + column..).unwrap_or_default(),
+            data: rows.data.get(row * leading + column..).unwrap_or_default(),
             leading,
         }
     }
@@ -85,7 +85,7 @@ impl<'a> Rows<'a> {
 /// Heads of one group at `count` positions from `first`, stacked head by head into `(heads * count, dim)`.
 pub(super) fn pack_heads(
     packed: &mut [f32],
-    from: Rows<'_>,
+    from: Band<'_>,
     first: usize,
     count: usize,
     heads: Heads,
@@ -102,9 +102,9 @@ pub(super) fn pack_heads(
 /// One block of queries of one sequence and group.
 struct Tile<'a> {
     heads: Heads,
-    queries: Rows<'a>,
-    keys: Rows<'a>,
-    values: Rows<'a>,
+    queries: Band<'a>,
+    keys: Band<'a>,
+    values: Band<'a>,
     /// First query, counted in the queries' rows.
     first: usize,
     count: usize,
@@ -227,6 +227,7 @@ pub(super) fn attend(q: &Tensor, past: &Past<'_>, heads: Heads, layout: Layout) 
     let mut log_sums = Tensor::unspecified(layout.rows(), query_heads)?;
     let outputs = Shared::new(output.host_mut()?);
     let logs = Shared::new(log_sums.host_mut()?);
+    let (queries, keys, values) = (Rows::of(q)?, Rows::of(past.keys)?, Rows::of(past.values)?);
     // Long blocks (late queries) first would balance better; with several blocks a thread it hardly shows.
     let blocks = layout.tokens.div_ceil(QUERY_BLOCK);
     let work = |piece: usize| -> Result<()> {
@@ -237,9 +238,9 @@ pub(super) fn attend(q: &Tensor, past: &Past<'_>, heads: Heads, layout: Layout) 
         let row = sequence * layout.tokens;
         let tile = Tile {
             heads,
-            queries: Rows::of(q, row, group * heads.per_group * heads.dim),
-            keys: Rows::of(past.keys, sequence * past.stride, group * heads.dim),
-            values: Rows::of(past.values, sequence * past.stride, group * heads.dim),
+            queries: Band::of(queries, row, group * heads.per_group * heads.dim),
+            keys: Band::of(keys, sequence * past.stride, group * heads.dim),
+            values: Band::of(values, sequence * past.stride, group * heads.dim),
             first,
             count,
             position: past.position + first,

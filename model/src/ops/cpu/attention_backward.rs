@@ -6,9 +6,9 @@
 
 use rayon::prelude::*;
 
-use super::attention::{Heads, KEY_BLOCK, QUERY_BLOCK, Rows, expect_qkv, pack_heads};
+use super::attention::{Band, Heads, KEY_BLOCK, QUERY_BLOCK, expect_qkv, pack_heads};
 use super::matmul::{Threads, View, ViewMut, multiply};
-use super::rows::{Shared, expect_shape};
+use super::rows::{Rows, Shared, expect_shape};
 use super::simd::{self, exponential, vectorised};
 use crate::ops::Layout;
 use crate::tensor::Buffer;
@@ -47,12 +47,12 @@ struct Piece<'a> {
     tokens: usize,
     row: usize,
     group: usize,
-    queries: Rows<'a>,
-    outputs: Rows<'a>,
-    gradients: Rows<'a>,
-    log_sums: Rows<'a>,
-    keys: Rows<'a>,
-    values: Rows<'a>,
+    queries: Band<'a>,
+    outputs: Band<'a>,
+    gradients: Band<'a>,
+    log_sums: Band<'a>,
+    keys: Band<'a>,
+    values: Band<'a>,
 }
 
 /// Gradients of a piece's keys and values, `(tokens, dim)` each.
@@ -75,22 +75,22 @@ struct Block {
 }
 
 impl<'a> Piece<'a> {
-    fn new(saved: &Saved<'a>, heads: Heads, tokens: usize, index: usize) -> Self {
+    fn new(saved: &Saved<'a>, heads: Heads, tokens: usize, index: usize) -> Result<Self> {
         let (sequence, group) = (index / heads.groups, index % heads.groups);
         let row = sequence * tokens;
         let query_column = group * heads.per_group * heads.dim;
-        Self {
+        Ok(Self {
             heads,
             tokens,
             row,
             group,
-            queries: Rows::of(saved.q, row, query_column),
-            outputs: Rows::of(saved.output, row, query_column),
-            gradients: Rows::of(saved.grad_output, row, query_column),
-            log_sums: Rows::of(saved.log_sums, row, group * heads.per_group),
-            keys: Rows::of(saved.k, row, group * heads.dim),
-            values: Rows::of(saved.v, row, group * heads.dim),
-        }
+            queries: Band::of(Rows::of(saved.q)?, row, query_column),
+            outputs: Band::of(Rows::of(saved.output)?, row, query_column),
+            gradients: Band::of(Rows::of(saved.grad_output)?, row, query_column),
+            log_sums: Band::of(Rows::of(saved.log_sums)?, row, group * heads.per_group),
+            keys: Band::of(Rows::of(saved.k)?, row, group * heads.dim),
+            values: Band::of(Rows::of(saved.v)?, row, group * heads.dim),
+        })
     }
 
     fn block(&self, first: usize) -> Block {
@@ -204,7 +204,7 @@ pub(super) fn backward(
     let shared_v = Shared::new(grad_v.host_mut()?);
     let dim = heads.dim;
     let work = |index: usize| -> Result<()> {
-        let piece = Piece::new(saved, heads, layout.tokens, index);
+        let piece = Piece::new(saved, heads, layout.tokens, index)?;
         let mut sums = KeyGradients {
             keys: Buffer::zeros(layout.tokens * dim),
             values: Buffer::zeros(layout.tokens * dim),

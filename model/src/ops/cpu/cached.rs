@@ -2,8 +2,8 @@
 
 use rayon::prelude::*;
 
-use super::attention::{Heads, Past, Rows, attend, expect_qkv};
-use super::rows::{Shared, expect, expect_shape, row};
+use super::attention::{Band, Heads, Past, attend, expect_qkv};
+use super::rows::{Rows, Shared, expect, expect_shape};
 use super::simd;
 use crate::ops::{KvCache, Layout};
 use crate::{Result, Tensor};
@@ -69,10 +69,11 @@ pub(super) fn attention(
 fn append(cache: &mut Tensor, new: &Tensor, capacity: usize, first: usize, layout: Layout) -> Result<()> {
     let (leading, columns) = (cache.leading_dimension(), cache.columns());
     let target = cache.host_mut()?;
+    let new = Rows::of(new)?;
     for index in 0..layout.rows() {
         let position = index / layout.tokens * capacity + first + index % layout.tokens;
         if let Some(target) = target.get_mut(position * leading..position * leading + columns) {
-            target.copy_from_slice(row(new, index));
+            target.copy_from_slice(new.row(index));
         }
     }
     Ok(())
@@ -84,14 +85,18 @@ fn decode(q: &Tensor, cache: &KvCache, heads: Heads, sequences: usize) -> Result
     let mut output = Tensor::unspecified(sequences, width)?;
     let outputs = Shared::new(output.host_mut()?);
     let (low, high) = heads.keys_of(cache.length - 1);
+    let (queries, all_keys, all_values) = (Rows::of(q)?, Rows::of(&cache.keys)?, Rows::of(&cache.values)?);
     let work = |piece: usize| {
         let (sequence, group) = (piece / heads.groups, piece % heads.groups);
-        let keys = Rows::of(&cache.keys, sequence * cache.capacity + low, group * heads.dim);
-        let values = Rows::of(&cache.values, sequence * cache.capacity + low, group * heads.dim);
+        let keys = Band::of(all_keys, sequence * cache.capacity + low, group * heads.dim);
+        let values = Band::of(all_values, sequence * cache.capacity + low, group * heads.dim);
         let mut weights = vec![0.0f32; high - low];
         for head in group * heads.per_group..(group + 1) * heads.per_group {
             let start = head * heads.dim;
-            let query = row(q, sequence).get(start..start + heads.dim).unwrap_or_default();
+            let query = queries
+                .row(sequence)
+                .get(start..start + heads.dim)
+                .unwrap_or_default();
             weights.fill(0.0);
             simd::add_dots(&mut weights, query, keys.data, keys.leading);
             simd::scale(&mut weights, heads.scale);

@@ -1,9 +1,10 @@
-//! Sums, activations and the embedding: one pass over rows.
+//! Copies, activations and the embedding: one pass over rows.
 
 use rayon::prelude::*;
 
-use super::rows::{expect, expect_shape, for_each_row, for_each_row_pair, row};
+use super::rows::{Rows, Shared, expect, expect_shape, for_each_row, for_each_row_pair};
 use super::simd::{self, exponential, vectorised};
+use crate::ops::{Axis, TokenBatch};
 use crate::{Result, Tensor};
 
 vectorised! {
@@ -54,47 +55,79 @@ fn expect_same(operation: &'static str, name: &str, tensor: &Tensor, like: &Tens
 
 pub(super) fn contiguous(tensor: &Tensor) -> Result<Tensor> {
     let mut copy = Tensor::unspecified(tensor.rows(), tensor.columns())?;
-    for_each_row(&mut copy, |index, out| out.copy_from_slice(row(tensor, index)))?;
+    let rows = Rows::of(tensor)?;
+    for_each_row(&mut copy, |index, out| out.copy_from_slice(rows.row(index)))?;
     Ok(copy)
 }
 
-pub(super) fn add_assign(target: &mut Tensor, source: &Tensor) -> Result<()> {
-    expect_same("add_assign", "source", source, target)?;
-    for_each_row(target, |index, out| simd::add_to(out, row(source, index)))
+pub(super) fn upload(data: &[f32], rows: usize, columns: usize) -> Result<Tensor> {
+    expect(
+        "upload",
+        rows.checked_mul(columns) == Some(data.len()),
+        || format!("{rows} x {columns} elements"),
+        || format!("{} elements", data.len()),
+    )?;
+    let mut tensor = Tensor::unspecified(rows, columns)?;
+    for_each_row(&mut tensor, |index, out| {
+        out.copy_from_slice(&data[index * columns..(index + 1) * columns]);
+    })?;
+    Ok(tensor)
 }
 
-pub(super) fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    expect_same("add", "b", b, a)?;
-    let mut out = Tensor::unspecified(a.rows(), a.columns())?;
-    for_each_row(&mut out, |index, out| {
-        simd::sum_into(out, row(a, index), row(b, index))
-    })?;
+pub(super) fn concatenate(tensors: &[&Tensor]) -> Result<Tensor> {
+    let columns = tensors.first().map_or(0, |tensor| tensor.columns());
+    let mut all = Vec::new();
+    for tensor in tensors {
+        expect_shape("concatenate", "every tensor", tensor, tensor.rows(), columns)?;
+        let rows = Rows::of(tensor)?;
+        all.extend((0..tensor.rows()).map(|index| rows.row(index)));
+    }
+    let mut out = Tensor::unspecified(all.len(), columns)?;
+    for_each_row(&mut out, |index, out| out.copy_from_slice(all[index]))?;
     Ok(out)
 }
 
-/// Rows are added up in blocks of a fixed number, and the blocks in order.
-pub(super) fn sum_of_squares(tensor: &Tensor) -> f64 {
-    const BLOCK_ELEMENTS: usize = 64 * 1024;
-    if tensor.is_empty() {
-        return 0.0;
+pub(super) fn gather(tensor: &Tensor, indices: &[usize], axis: Axis) -> Result<Tensor> {
+    let (length, what) = match axis {
+        Axis::Rows => (tensor.rows(), "rows"),
+        Axis::Columns => (tensor.columns(), "columns"),
+    };
+    if let Some(outside) = indices.iter().find(|index| **index >= length) {
+        expect(
+            "gather",
+            false,
+            || format!("{what} below {length}"),
+            || outside.to_string(),
+        )?;
     }
-    let block_rows = (BLOCK_ELEMENTS / tensor.columns()).max(1);
-    let blocks: Vec<f64> = (0..tensor.rows().div_ceil(block_rows))
-        .into_par_iter()
-        .map(|block| {
-            let first = block * block_rows;
-            let rows = first..tensor.rows().min(first + block_rows);
-            rows.map(|index| simd::sum_of_squares(row(tensor, index))).sum()
-        })
-        .collect();
-    blocks.iter().sum()
+    let rows = Rows::of(tensor)?;
+    match axis {
+        Axis::Rows => {
+            let mut out = Tensor::unspecified(indices.len(), tensor.columns())?;
+            for_each_row(&mut out, |index, out| {
+                out.copy_from_slice(rows.row(indices[index]))
+            })?;
+            Ok(out)
+        }
+        Axis::Columns => {
+            let mut out = Tensor::unspecified(tensor.rows(), indices.len())?;
+            for_each_row(&mut out, |index, out| {
+                let row = rows.row(index);
+                for (out, column) in out.iter_mut().zip(indices) {
+                    *out = row[*column];
+                }
+            })?;
+            Ok(out)
+        }
+    }
 }
 
 pub(super) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     expect_same("swiglu", "up", up, gate)?;
     let mut out = Tensor::unspecified(gate.rows(), gate.columns())?;
+    let (gate, up) = (Rows::of(gate)?, Rows::of(up)?);
     for_each_row(&mut out, |index, out| {
-        swiglu_row(out, row(gate, index), row(up, index))
+        swiglu_row(out, gate.row(index), up.row(index))
     })?;
     Ok(out)
 }
@@ -104,13 +137,14 @@ pub(super) fn swiglu_backward(grad_output: &Tensor, gate: &Tensor, up: &Tensor) 
     expect_same("swiglu_backward", "grad_output", grad_output, gate)?;
     let mut grad_gate = Tensor::unspecified(gate.rows(), gate.columns())?;
     let mut grad_up = Tensor::unspecified(gate.rows(), gate.columns())?;
+    let (grad, gate, up) = (Rows::of(grad_output)?, Rows::of(gate)?, Rows::of(up)?);
     for_each_row_pair(&mut grad_gate, &mut grad_up, |index, grad_gate, grad_up| {
         swiglu_backward_row(
             grad_gate,
             grad_up,
-            row(grad_output, index),
-            row(gate, index),
-            row(up, index),
+            grad.row(index),
+            gate.row(index),
+            up.row(index),
         );
     })?;
     Ok((grad_gate, grad_up))
@@ -118,80 +152,55 @@ pub(super) fn swiglu_backward(grad_output: &Tensor, gate: &Tensor, up: &Tensor) 
 
 pub(super) fn relu_squared(x: &Tensor) -> Result<Tensor> {
     let mut out = Tensor::unspecified(x.rows(), x.columns())?;
-    for_each_row(&mut out, |index, out| relu_squared_row(out, row(x, index)))?;
+    let x = Rows::of(x)?;
+    for_each_row(&mut out, |index, out| relu_squared_row(out, x.row(index)))?;
     Ok(out)
 }
 
 pub(super) fn relu_squared_backward(grad_output: &Tensor, x: &Tensor) -> Result<Tensor> {
     expect_same("relu_squared_backward", "grad_output", grad_output, x)?;
     let mut out = Tensor::unspecified(x.rows(), x.columns())?;
+    let (grad, x) = (Rows::of(grad_output)?, Rows::of(x)?);
     for_each_row(&mut out, |index, out| {
-        relu_squared_backward_row(out, row(grad_output, index), row(x, index));
+        relu_squared_backward_row(out, grad.row(index), x.row(index));
     })?;
     Ok(out)
 }
 
-/// An error unless every token is a row of `table`.
-pub(super) fn expect_tokens(
-    operation: &'static str,
-    tokens: impl IntoIterator<Item = u32>,
-    table: &Tensor,
-) -> Result<()> {
-    let rows = table.rows();
-    for token in tokens {
-        expect(
-            operation,
-            usize::try_from(token).is_ok_and(|token| token < rows),
-            || format!("tokens below {rows}, the vocabulary"),
-            || format!("token {token}"),
-        )?;
-    }
-    Ok(())
-}
-
-pub(super) fn embedding(table: &Tensor, tokens: &[u32]) -> Result<Tensor> {
-    expect_tokens("embedding", tokens.iter().copied(), table)?;
-    let mut out = Tensor::unspecified(tokens.len(), table.columns())?;
+pub(super) fn embedding(table: &Tensor, tokens: &TokenBatch) -> Result<Tensor> {
+    tokens.expect_ids("embedding", table.rows())?;
+    let ids = &tokens.host()?.ids;
+    let mut out = Tensor::unspecified(ids.len(), table.columns())?;
+    let table = Rows::of(table)?;
     for_each_row(&mut out, |index, out| {
-        if let Some(token) = tokens.get(index) {
-            out.copy_from_slice(row(table, *token as usize));
+        if let Some(token) = ids.get(index) {
+            out.copy_from_slice(table.row(*token as usize));
         }
     })?;
     Ok(out)
 }
 
-/// Each thread owns some rows of the table and walks over all tokens, so that the order of additions is
-/// that of the tokens.
+/// A row of the table is the work of one thread, which adds what its tokens give in the order of their rows.
 pub(super) fn embedding_backward(
     grad_output: &Tensor,
-    tokens: &[u32],
+    tokens: &TokenBatch,
     grad_table: &mut Tensor,
 ) -> Result<()> {
     const OPERATION: &str = "embedding_backward";
-    expect_tokens(OPERATION, tokens.iter().copied(), grad_table)?;
-    expect_shape(
-        OPERATION,
-        "grad_output",
-        grad_output,
-        tokens.len(),
-        grad_table.columns(),
-    )?;
-    if grad_table.is_empty() || tokens.is_empty() {
-        return Ok(());
-    }
-    let (columns, leading) = (grad_table.columns(), grad_table.leading_dimension());
-    let rows_per_part = grad_table.rows().div_ceil(4 * rayon::current_num_threads());
-    let parts = grad_table.host_mut()?.par_chunks_mut(leading * rows_per_part);
-    parts.enumerate().for_each(|(part, rows)| {
-        let first = part * rows_per_part;
-        for (index, token) in tokens.iter().enumerate() {
-            let Some(local) = (*token as usize).checked_sub(first) else {
-                continue;
-            };
-            let start = local * leading;
-            if let Some(target) = rows.get_mut(start..start + columns) {
-                simd::add_to(target, row(grad_output, index));
-            }
+    tokens.expect_ids(OPERATION, grad_table.rows())?;
+    let columns = grad_table.columns();
+    expect_shape(OPERATION, "grad_output", grad_output, tokens.rows(), columns)?;
+    let by_token = &tokens.host()?.by_token;
+    let gradients = Rows::of(grad_output)?;
+    let leading = grad_table.leading_dimension();
+    let table = Shared::new(grad_table.host_mut()?);
+    let ranges = by_token.starts.par_windows(2).zip(&by_token.tokens);
+    ranges.for_each(|(range, token)| {
+        // SAFETY: every token is there once, and its row is nobody else's.
+        let target = unsafe { table.slice(*token as usize * leading, columns) };
+        let rows = by_token.rows.get(range[0] as usize..range[1] as usize);
+        for row in rows.unwrap_or_default() {
+            simd::add_to(target, gradients.row(*row as usize));
         }
     });
     Ok(())

@@ -3,11 +3,10 @@
 
 use rayon::prelude::*;
 
-use super::elementwise::expect_tokens;
 use super::matmul::{Threads, View, ViewMut, multiply};
 use super::rows::{expect, expect_shape};
 use super::simd::{self, exponential, multiply_add, vectorised};
-use crate::ops::{Head, HeadGradient};
+use crate::ops::{Head, HeadGradient, Losses, TokenBatch};
 use crate::tensor::Buffer;
 use crate::{Result, Tensor};
 
@@ -81,29 +80,45 @@ fn expect_head(operation: &'static str, name: &str, head: Head<'_>) -> Result<()
     )
 }
 
-fn expect_gradient(
-    operation: &'static str,
-    head: Head<'_>,
-    gradient: Option<&HeadGradient<'_>>,
-) -> Result<()> {
-    let Some(gradient) = gradient else { return Ok(()) };
-    expect_shape(
-        operation,
-        "gradient.hidden",
-        gradient.hidden,
-        head.hidden.rows(),
-        head.hidden.columns(),
-    )?;
-    if let Some(weight) = &gradient.weight {
-        expect_shape(
-            operation,
-            "gradient.weight",
-            weight,
-            head.weight.rows(),
-            head.weight.columns(),
-        )?;
+/// Where the gradient of a loss goes while its chunks are worked through.
+struct Gradient<'a> {
+    head: Head<'a>,
+    hidden: Tensor,
+    weight: &'a mut Tensor,
+    scale: f32,
+}
+
+impl<'a> Gradient<'a> {
+    fn of(operation: &'static str, head: Head<'a>, wanted: HeadGradient<'a>) -> Result<Self> {
+        let (rows, columns) = (head.weight.rows(), head.weight.columns());
+        expect_shape(operation, "gradient.weight", wanted.weight, rows, columns)?;
+        Ok(Self {
+            head,
+            hidden: Tensor::unspecified(head.hidden.rows(), head.hidden.columns())?,
+            weight: wanted.weight,
+            scale: wanted.scale,
+        })
     }
-    Ok(())
+
+    /// Carries the gradient of a chunk's logits into the hidden states (written) and the weight (added).
+    fn carry(&mut self, slopes: &[f32], first: usize, rows: usize) -> Result<()> {
+        let vocabulary = self.head.weight.rows();
+        let slopes = View::new(slopes, rows, vocabulary, vocabulary)?;
+        let (columns, leading) = (self.hidden.columns(), self.hidden.leading_dimension());
+        let target = self.hidden.host_mut()?;
+        let target = target.get_mut(first * leading..).unwrap_or_default();
+        let target = ViewMut::new(target, rows, columns, leading)?;
+        multiply(target, slopes, View::of(self.head.weight)?, false, Threads::All)?;
+        let hidden = self.head.hidden.narrow_rows(first, rows)?;
+        let weight = ViewMut::of(self.weight)?;
+        multiply(
+            weight,
+            slopes.transposed(),
+            View::of(&hidden)?,
+            true,
+            Threads::All,
+        )
+    }
 }
 
 /// Logits of `hidden`, whole rows one after another.
@@ -112,61 +127,32 @@ fn logits_into(logits: &mut [f32], hidden: &Tensor, weight: &Tensor) -> Result<(
     let out = ViewMut::new(logits, hidden.rows(), vocabulary, vocabulary)?;
     multiply(
         out,
-        View::of(hidden),
-        View::of(weight).transposed(),
+        View::of(hidden)?,
+        View::of(weight)?.transposed(),
         false,
         Threads::All,
     )
 }
 
-/// Carries the gradient of a chunk's logits into the hidden states (overwritten) and the weight (added).
-fn carry(
-    gradient: &mut HeadGradient<'_>,
-    slopes: &[f32],
-    head: Head<'_>,
-    first: usize,
-    rows: usize,
-) -> Result<()> {
-    let vocabulary = head.weight.rows();
-    let slopes = View::new(slopes, rows, vocabulary, vocabulary)?;
-    let (columns, leading) = (gradient.hidden.columns(), gradient.hidden.leading_dimension());
-    let target = gradient
-        .hidden
-        .host_mut()?
-        .get_mut(first * leading..)
-        .unwrap_or_default();
-    let target = ViewMut::new(target, rows, columns, leading)?;
-    multiply(target, slopes, View::of(head.weight), false, Threads::All)?;
-    let Some(weight) = gradient.weight.as_deref_mut() else {
-        return Ok(());
-    };
-    let hidden = head.hidden.narrow_rows(first, rows)?;
-    multiply(
-        ViewMut::of(weight)?,
-        slopes.transposed(),
-        View::of(&hidden),
-        true,
-        Threads::All,
-    )
+/// Losses of rows, as a tensor.
+fn column(losses: Vec<f32>) -> Result<Tensor> {
+    let rows = losses.len();
+    Tensor::from_vec(losses, rows, 1)
 }
 
 pub(super) fn cross_entropy(
     head: Head<'_>,
-    targets: &[Option<u32>],
-    mut gradient: Option<HeadGradient<'_>>,
-) -> Result<Vec<f32>> {
+    targets: &TokenBatch,
+    gradient: Option<HeadGradient<'_>>,
+) -> Result<Losses> {
     const OPERATION: &str = "cross_entropy";
     expect_head(OPERATION, "head", head)?;
-    let rows = head.hidden.rows();
-    expect(
-        OPERATION,
-        targets.len() == rows,
-        || format!("{rows} targets"),
-        || targets.len().to_string(),
-    )?;
-    expect_tokens(OPERATION, targets.iter().copied().flatten(), head.weight)?;
-    expect_gradient(OPERATION, head, gradient.as_ref())?;
-    let vocabulary = head.weight.rows();
+    let (rows, vocabulary) = (head.hidden.rows(), head.weight.rows());
+    targets.expect_targets(OPERATION, rows, vocabulary)?;
+    let targets = &targets.host()?.targets;
+    let mut gradient = gradient
+        .map(|wanted| Gradient::of(OPERATION, head, wanted))
+        .transpose()?;
     let mut logits = Buffer::unspecified(CHUNK_ROWS.min(rows) * vocabulary);
     let mut losses = Vec::with_capacity(rows);
     let scale = gradient.as_ref().map(|gradient| gradient.scale);
@@ -181,10 +167,13 @@ pub(super) fn cross_entropy(
             .map(|(row, target)| cross_entropy_row(row, *target, scale));
         losses.par_extend(part);
         if let Some(gradient) = &mut gradient {
-            carry(gradient, chunk, head, first, count)?;
+            gradient.carry(chunk, first, count)?;
         }
     }
-    Ok(losses)
+    Ok(Losses {
+        rows: column(losses)?,
+        hidden_gradient: gradient.map(|gradient| gradient.hidden),
+    })
 }
 
 /// The loss of one row, whose logits become their gradient when there is a scale.
@@ -208,11 +197,13 @@ fn cross_entropy_row(row: &mut [f32], target: Option<u32>, scale: Option<f32>) -
 pub(super) fn distillation(
     student: Head<'_>,
     parent: Head<'_>,
-    mut gradient: Option<HeadGradient<'_>>,
-) -> Result<Vec<f32>> {
+    gradient: Option<HeadGradient<'_>>,
+) -> Result<Losses> {
     const OPERATION: &str = "distillation";
     expect_pair(OPERATION, student, parent)?;
-    expect_gradient(OPERATION, student, gradient.as_ref())?;
+    let mut gradient = gradient
+        .map(|wanted| Gradient::of(OPERATION, student, wanted))
+        .transpose()?;
     let (rows, vocabulary) = (student.hidden.rows(), student.weight.rows());
     let mut student_logits = Buffer::unspecified(CHUNK_ROWS.min(rows) * vocabulary);
     let mut parent_logits = Buffer::unspecified(CHUNK_ROWS.min(rows) * vocabulary);
@@ -241,10 +232,13 @@ pub(super) fn distillation(
             });
         losses.par_extend(part);
         if let Some(gradient) = &mut gradient {
-            carry(gradient, students, student, first, count)?;
+            gradient.carry(students, first, count)?;
         }
     }
-    Ok(losses)
+    Ok(Losses {
+        rows: column(losses)?,
+        hidden_gradient: gradient.map(|gradient| gradient.hidden),
+    })
 }
 
 fn expect_pair(operation: &'static str, student: Head<'_>, parent: Head<'_>) -> Result<()> {
@@ -270,7 +264,7 @@ fn expect_pair(operation: &'static str, student: Head<'_>, parent: Head<'_>) -> 
     )
 }
 
-pub(super) fn distillation_many(students: &[Head<'_>], parent: Head<'_>) -> Result<Vec<Vec<f32>>> {
+pub(super) fn distillation_many(students: &[Head<'_>], parent: Head<'_>) -> Result<Vec<Tensor>> {
     const OPERATION: &str = "distillation_many";
     for student in students {
         expect_pair(OPERATION, *student, parent)?;
@@ -301,5 +295,5 @@ pub(super) fn distillation_many(students: &[Head<'_>], parent: Head<'_>) -> Resu
             }));
         }
     }
-    Ok(losses)
+    losses.into_iter().map(column).collect()
 }

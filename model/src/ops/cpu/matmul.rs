@@ -65,14 +65,14 @@ impl<'a> View<'a> {
     }
 
     /// A tensor as it is.
-    pub(super) fn of(tensor: &'a Tensor) -> Self {
-        Self {
-            data: tensor.host(),
+    pub(super) fn of(tensor: &'a Tensor) -> Result<Self> {
+        Ok(Self {
+            data: tensor.host()?,
             rows: tensor.rows(),
             columns: tensor.columns(),
             row_stride: tensor.leading_dimension(),
             column_stride: 1,
-        }
+        })
     }
 
     /// Rows for columns.
@@ -179,8 +179,8 @@ pub(super) fn linear_into(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumul
     }
     multiply(
         ViewMut::of(out)?,
-        View::of(x),
-        View::of(weight).transposed(),
+        View::of(x)?,
+        View::of(weight)?.transposed(),
         accumulate,
         Threads::All,
     )
@@ -192,7 +192,8 @@ fn few_rows(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumulate: bool) -> 
     if out.is_empty() {
         return Ok(());
     }
-    let inputs: Vec<&[f32]> = (0..x.rows()).map(|index| rows::row(x, index)).collect();
+    let x_rows = rows::Rows::of(x)?;
+    let inputs: Vec<&[f32]> = (0..x.rows()).map(|index| x_rows.row(index)).collect();
     let product = outputs * x.columns() * x.rows();
     let tasks = if product < SERIAL_PRODUCT {
         1
@@ -201,7 +202,7 @@ fn few_rows(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumulate: bool) -> 
     };
     let per_task = outputs.div_ceil(tasks).max(1);
     let shared = rows::Shared::new(out.host_mut()?);
-    let (host, leading) = (weight.host(), weight.leading_dimension());
+    let (host, leading) = (weight.host()?, weight.leading_dimension());
     let run = |task: usize| {
         let first = (task * per_task).min(outputs);
         let end = (first + per_task).min(outputs);

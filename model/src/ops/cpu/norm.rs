@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::rows::{Shared, expect, expect_shape, for_each_row_pair, row};
+use super::rows::{Rows, expect, expect_shape, for_each_row_pair};
 use super::simd::{self, multiply_add, vectorised};
 use crate::{Result, Tensor};
 
@@ -26,9 +26,16 @@ vectorised! {
     }
 
     /// `grad_x += reciprocal · scaled − x · pull`.
-    fn pull_row(grad_x: &mut [f32], scaled: &[f32], x: &[f32], reciprocal: f32, pull: f32) {
+    fn add_pulled_row(grad_x: &mut [f32], scaled: &[f32], x: &[f32], reciprocal: f32, pull: f32) {
         for ((grad, scaled), x) in grad_x.iter_mut().zip(scaled).zip(x) {
             *grad += multiply_add::<FMA>(reciprocal, *scaled, -(x * pull));
+        }
+    }
+
+    /// `grad_x = reciprocal · scaled − x · pull`.
+    fn pulled_row(grad_x: &mut [f32], scaled: &[f32], x: &[f32], reciprocal: f32, pull: f32) {
+        for ((grad, scaled), x) in grad_x.iter_mut().zip(scaled).zip(x) {
+            *grad = multiply_add::<FMA>(reciprocal, *scaled, -(x * pull));
         }
     }
 
@@ -57,9 +64,9 @@ pub(super) fn forward(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<(Tens
     let width = weight.columns();
     let mut output = Tensor::unspecified(x.rows(), x.columns())?;
     let mut reciprocals = Tensor::unspecified(x.rows(), groups)?;
-    let weight = weight.host();
+    let (x, weight) = (Rows::of(x)?, weight.host()?);
     for_each_row_pair(&mut output, &mut reciprocals, |index, output, reciprocals| {
-        let x = row(x, index);
+        let x = x.row(index);
         for ((output, x), reciprocal) in output
             .chunks_mut(width)
             .zip(x.chunks(width))
@@ -73,69 +80,64 @@ pub(super) fn forward(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<(Tens
     Ok((output, reciprocals))
 }
 
-/// With `g = grad · weight` and `n` the width: `grad_x += r g − x r³ (g · x) / n`, `grad_weight += Σ grad x r`.
+/// With `g = grad · weight` and `n` the width: `grad_x = r g − x r³ (g · x) / n + residual`,
+/// `grad_weight += Σ grad x r`.
 pub(super) fn backward(
     grad_output: &Tensor,
     x: &Tensor,
     weight: &Tensor,
     reciprocal: &Tensor,
-    grad_x: &mut Tensor,
-    grad_weight: Option<&mut Tensor>,
-) -> Result<()> {
+    residual: Option<Tensor>,
+    grad_weight: &mut Tensor,
+) -> Result<Tensor> {
     const OPERATION: &str = "rms_norm_backward";
     let groups = groups_of(OPERATION, x, weight)?;
     let width = weight.columns();
     expect_shape(OPERATION, "grad_output", grad_output, x.rows(), x.columns())?;
-    expect_shape(OPERATION, "grad_x", grad_x, x.rows(), x.columns())?;
     expect_shape(OPERATION, "reciprocal", reciprocal, x.rows(), groups)?;
-    if let Some(grad_weight) = &grad_weight {
-        expect_shape(OPERATION, "grad_weight", grad_weight, 1, width)?;
-    }
+    expect_shape(OPERATION, "grad_weight", grad_weight, 1, width)?;
+    let carry = if residual.is_some() {
+        add_pulled_row
+    } else {
+        pulled_row
+    };
+    let mut grad_x = match residual {
+        Some(residual) => residual,
+        None => Tensor::unspecified(x.rows(), x.columns())?,
+    };
+    expect_shape(OPERATION, "residual", &grad_x, x.rows(), x.columns())?;
     if x.is_empty() {
-        return Ok(());
+        return Ok(grad_x);
     }
-    let weights = weight.host();
-    let wanted = grad_weight.is_some();
-    let blocks = x.rows().div_ceil(BLOCK_ROWS);
-    let mut partial = vec![0.0f32; if wanted { blocks * width } else { 0 }];
-    let partial_width = if wanted { width } else { 0 };
-    let partials = Shared::new(&mut partial);
+    let weights = weight.host()?;
+    let (gradients, inputs, reciprocals) = (Rows::of(grad_output)?, Rows::of(x)?, Rows::of(reciprocal)?);
+    let mut partial = vec![0.0f32; x.rows().div_ceil(BLOCK_ROWS) * width];
     let (leading, rows, columns) = (grad_x.leading_dimension(), x.rows(), x.columns());
-    let run = |(block, grad_rows): (usize, &mut [f32])| {
-        // SAFETY: each block has its own part.
-        let sums = unsafe { partials.slice(block * partial_width, partial_width) };
+    let run = |((block, grad_rows), sums): ((usize, &mut [f32]), &mut [f32])| {
         let mut scaled = vec![0.0f32; width];
         let first = block * BLOCK_ROWS;
         for (index, grad_row) in (first..rows.min(first + BLOCK_ROWS)).zip(grad_rows.chunks_mut(leading)) {
-            let (grad, x) = (row(grad_output, index), row(x, index));
             let groups = grad_row[..columns]
                 .chunks_mut(width)
-                .zip(grad.chunks(width))
-                .zip(x.chunks(width));
-            for (((grad_x, grad), x), r) in groups.zip(row(reciprocal, index)) {
+                .zip(gradients.row(index).chunks(width))
+                .zip(inputs.row(index).chunks(width));
+            for (((grad_x, grad), x), r) in groups.zip(reciprocals.row(index)) {
                 product_into(&mut scaled, grad, weights);
                 let pull = r * r * r * simd::dot(&scaled, x) / width as f32;
-                pull_row(grad_x, &scaled, x, *r, pull);
+                carry(grad_x, &scaled, x, *r, pull);
                 weigh_row(sums, grad, x, *r);
             }
         }
     };
-    let gradients = grad_x
+    grad_x
         .host_mut()?
         .par_chunks_mut(leading * BLOCK_ROWS)
-        .enumerate();
-    gradients.for_each(run);
-    let Some(grad_weight) = grad_weight else {
-        return Ok(());
-    };
+        .enumerate()
+        .zip(partial.par_chunks_mut(width))
+        .for_each(run);
     for (column, grad) in grad_weight.host_mut()?.iter_mut().enumerate() {
-        let sum: f64 = partial
-            .iter()
-            .skip(column)
-            .step_by(width)
-            .map(|value| f64::from(*value))
-            .sum();
-        *grad += sum as f32;
+        let sums = partial.iter().skip(column).step_by(width);
+        *grad += sums.map(|value| f64::from(*value)).sum::<f64>() as f32;
     }
-    Ok(())
+    Ok(grad_x)
 }

@@ -1,6 +1,6 @@
 //! Rotary positions, half-split: entry `i` of a head is paired with entry `i + head_dim / 2`.
 
-use super::rows::{expect, expect_shape, for_each_row, row};
+use super::rows::{Rows, expect, expect_shape, for_each_row};
 use super::simd::{multiply_add, vectorised};
 use crate::ops::{Layout, RopeTable};
 use crate::{Result, Tensor};
@@ -20,57 +20,90 @@ vectorised! {
     }
 }
 
-/// Which way to turn.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Direction {
-    Forward,
-    Backward,
-}
-
-pub(super) fn rotate(
-    x: &mut Tensor,
+/// A rotation, forward or back, of every head of tensors with one layout.
+pub(super) struct Turn<'a> {
+    operation: &'static str,
     head_dim: usize,
-    table: &RopeTable,
+    table: &'a RopeTable,
     layout: Layout,
     first_position: usize,
-    direction: Direction,
-) -> Result<()> {
-    let operation = if direction == Direction::Forward {
-        "rope"
-    } else {
-        "rope_backward"
-    };
-    expect(
-        operation,
-        head_dim > 0 && head_dim.is_multiple_of(2) && x.columns().is_multiple_of(head_dim),
-        || format!("an even head_dim that divides {} columns", x.columns()),
-        || head_dim.to_string(),
-    )?;
-    expect_shape(operation, "x", x, layout.rows(), x.columns())?;
-    let positions = table.cosine.rows();
-    expect_shape(operation, "table.cosine", &table.cosine, positions, head_dim / 2)?;
-    expect_shape(operation, "table.sine", &table.sine, positions, head_dim / 2)?;
-    expect(
-        operation,
-        first_position
-            .checked_add(layout.tokens)
-            .is_some_and(|end| end <= positions),
-        || format!("positions below {positions}, the rows of the table"),
-        || format!("{} tokens from position {first_position}", layout.tokens),
-    )?;
-    let sign = if direction == Direction::Forward {
-        1.0
-    } else {
-        -1.0
-    };
-    for_each_row(x, |index, x| {
-        let position = first_position + index % layout.tokens;
-        rotate_row(
-            x,
-            head_dim / 2,
-            row(&table.cosine, position),
-            row(&table.sine, position),
-            sign,
-        );
-    })
+    sign: f32,
+}
+
+impl<'a> Turn<'a> {
+    pub(super) fn forward(
+        head_dim: usize,
+        table: &'a RopeTable,
+        layout: Layout,
+        first_position: usize,
+    ) -> Result<Self> {
+        Self {
+            operation: "rope",
+            head_dim,
+            table,
+            layout,
+            first_position,
+            sign: 1.0,
+        }
+        .checked()
+    }
+
+    pub(super) fn backward(head_dim: usize, table: &'a RopeTable, layout: Layout) -> Result<Self> {
+        Self {
+            operation: "rope_backward",
+            head_dim,
+            table,
+            layout,
+            first_position: 0,
+            sign: -1.0,
+        }
+        .checked()
+    }
+
+    fn checked(self) -> Result<Self> {
+        let (positions, half) = (self.table.cosine.rows(), self.head_dim / 2);
+        expect_shape(
+            self.operation,
+            "table.cosine",
+            &self.table.cosine,
+            positions,
+            half,
+        )?;
+        expect_shape(self.operation, "table.sine", &self.table.sine, positions, half)?;
+        expect(
+            self.operation,
+            self.first_position
+                .checked_add(self.layout.tokens)
+                .is_some_and(|end| end <= positions),
+            || format!("positions below {positions}, the rows of the table"),
+            || {
+                format!(
+                    "{} tokens from position {}",
+                    self.layout.tokens, self.first_position
+                )
+            },
+        )?;
+        Ok(self)
+    }
+
+    pub(super) fn rotate(&self, x: &mut Tensor) -> Result<()> {
+        expect(
+            self.operation,
+            self.head_dim > 0 && self.head_dim.is_multiple_of(2) && x.columns().is_multiple_of(self.head_dim),
+            || format!("an even head_dim that divides {} columns", x.columns()),
+            || self.head_dim.to_string(),
+        )?;
+        expect_shape(self.operation, "x", x, self.layout.rows(), x.columns())?;
+        let (cosine, sine) = (Rows::of(&self.table.cosine)?, Rows::of(&self.table.sine)?);
+        for_each_row(x, |index, x| {
+            let position = self.first_position + index % self.layout.tokens;
+            rotate_row(
+                x,
+                self.head_dim / 2,
+                cosine.row(position),
+                sine.row(position),
+                self.sign,
+            );
+        })
+    }
 }

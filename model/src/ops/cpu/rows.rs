@@ -3,19 +3,35 @@
 
 use rayon::prelude::*;
 
-use crate::{Error, Result, Tensor};
+pub(super) use crate::ops::check::{expect, expect_shape};
+use crate::{Result, Tensor};
 
 /// Elements below which waking another thread costs more than it saves.
 const SERIAL_ELEMENTS: usize = 16 * 1024;
 
-/// Row `index` of a tensor; empty when there is no such row.
-#[inline]
-pub(super) fn row(tensor: &Tensor, index: usize) -> &[f32] {
-    let start = index * tensor.leading_dimension();
-    tensor
-        .host()
-        .get(start..start + tensor.columns())
-        .unwrap_or_default()
+/// The rows of a tensor in the host's memory.
+#[derive(Clone, Copy)]
+pub(super) struct Rows<'a> {
+    pub(super) data: &'a [f32],
+    pub(super) leading: usize,
+    columns: usize,
+}
+
+impl<'a> Rows<'a> {
+    pub(super) fn of(tensor: &'a Tensor) -> Result<Self> {
+        Ok(Self {
+            data: tensor.host()?,
+            leading: tensor.leading_dimension(),
+            columns: tensor.columns(),
+        })
+    }
+
+    /// Row `index`; empty when there is no such row.
+    #[inline]
+    pub(super) fn row(self, index: usize) -> &'a [f32] {
+        let start = index * self.leading;
+        self.data.get(start..start + self.columns).unwrap_or_default()
+    }
 }
 
 /// Runs `work(row, elements)` over every row of `target`, on all threads when that pays.
@@ -69,42 +85,6 @@ pub(super) fn for_each_row_pair(
         .enumerate()
         .for_each(run);
     Ok(())
-}
-
-/// An error unless `tensor` is `(rows, columns)`.
-pub(super) fn expect_shape(
-    operation: &'static str,
-    name: &str,
-    tensor: &Tensor,
-    rows: usize,
-    columns: usize,
-) -> Result<()> {
-    if tensor.rows() == rows && tensor.columns() == columns {
-        return Ok(());
-    }
-    Err(Error::Shape {
-        operation,
-        expected: format!("{name} of {rows} x {columns}"),
-        found: format!("{} x {}", tensor.rows(), tensor.columns()),
-    })
-}
-
-/// An error that says what was expected, unless `holds`.
-pub(super) fn expect(
-    operation: &'static str,
-    holds: bool,
-    expected: impl FnOnce() -> String,
-    found: impl FnOnce() -> String,
-) -> Result<()> {
-    if holds {
-        Ok(())
-    } else {
-        Err(Error::Shape {
-            operation,
-            expected: expected(),
-            found: found(),
-        })
-    }
 }
 
 /// A buffer whose parts are written by several threads, each its own.

@@ -9,8 +9,8 @@ mod loss;
 mod optimiser;
 
 use super::CpuOperations;
-use crate::Tensor;
-use crate::ops::Operations;
+use crate::ops::{Linear, Operations};
+use crate::{ElementType, Tensor};
 
 const OPS: CpuOperations = CpuOperations;
 
@@ -40,6 +40,15 @@ fn view(rows: usize, columns: usize, seed: u64) -> Tensor {
         .unwrap()
         .first_columns(columns)
         .unwrap()
+}
+
+fn zeros(rows: usize, columns: usize) -> Tensor {
+    OPS.zeros(rows, columns, ElementType::F32).unwrap()
+}
+
+/// A layer without a bias.
+fn plain(weight: &Tensor) -> Linear<'_> {
+    Linear { weight, bias: None }
 }
 
 fn values(tensor: &Tensor) -> Vec<f64> {

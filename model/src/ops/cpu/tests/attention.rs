@@ -147,8 +147,8 @@ fn a_cache_filled_in_chunks_and_token_by_token_gives_what_the_whole_sequence_giv
         let [q, k, v] = inputs(&shape, layout);
         let (whole, _) = OPS.attention(&q, &k, &v, &shape, layout).unwrap();
         let mut cache = KvCache {
-            keys: OPS.zeros(2 * 12, shape.kv_width()).unwrap(),
-            values: OPS.zeros(2 * 12, shape.kv_width()).unwrap(),
+            keys: zeros(2 * 12, shape.kv_width()),
+            values: zeros(2 * 12, shape.kv_width()),
             capacity: 12,
             length: 0,
         };

@@ -1,6 +1,7 @@
 //! Linear layers against float64.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 use super::*;
+use crate::ops::LinearGradient;
 
 /// `x · weightᵀ + bias + residual` in f64; inputs in this order, the last two may be empty.
 fn formula(inputs: &[Vec<f64>], width: usize) -> Vec<f64> {
@@ -23,10 +24,14 @@ fn linear_layers_over_views_match_float64_for_few_and_many_rows() {
         let (x, weight, bias) = (view(rows, 67, 1), view(29, 67, 2), tensor(1, 29, 3));
         let residual = view(rows, 29, 4);
         let inputs = [values(&x), values(&weight), vec![], vec![]];
-        let plain = OPS.linear(&x, &weight, None).unwrap();
+        let plain = OPS.linear(&x, plain(&weight)).unwrap();
         assert_close("linear", &values(&plain), &formula(&inputs, 67), 1e-6);
         let inputs = [values(&x), values(&weight), values(&bias), values(&residual)];
-        let whole = OPS.linear_residual(&x, &weight, Some(&bias), &residual).unwrap();
+        let layer = Linear {
+            weight: &weight,
+            bias: Some(&bias),
+        };
+        let whole = OPS.linear_residual(&x, layer, &residual).unwrap();
         assert_close("linear_residual", &values(&whole), &formula(&inputs, 67), 1e-6);
     }
 }
@@ -36,36 +41,34 @@ fn a_large_linear_layer_matches_float64() {
     for rows in [2, 130] {
         let (x, weight) = (tensor(rows, 515, 1), tensor(301, 515, 2));
         let inputs = [values(&x), values(&weight), vec![], vec![]];
-        let out = OPS.linear(&x, &weight, None).unwrap();
+        let out = OPS.linear(&x, plain(&weight)).unwrap();
         assert_close("linear", &values(&out), &formula(&inputs, 515), 1e-6);
     }
 }
 
 #[test]
-fn linear_gradients_add_to_what_is_there() {
+fn gradients_of_inputs_are_new_and_those_of_weights_add_to_what_is_there() {
     let (x, weight) = (view(9, 13, 1), view(7, 13, 2));
     let grad = view(9, 7, 3);
     let inputs = [values(&x), values(&weight), vec![0.0; 7], vec![]];
     let slopes = |which| derivatives(|inputs| formula(inputs, 13), &inputs, which, &values(&grad));
 
-    let mut grad_x = OPS.contiguous(&x).unwrap();
-    OPS.linear_backward_input(&grad, &weight, &mut grad_x, true)
-        .unwrap();
-    let expected: Vec<f64> = slopes(0)
-        .iter()
-        .zip(values(&x))
-        .map(|(slope, before)| slope + before)
-        .collect();
-    assert_close("grad_x", &values(&grad_x), &expected, 1e-6);
-    OPS.linear_backward_input(&grad, &weight, &mut grad_x, false)
-        .unwrap();
-    assert_close("grad_x overwritten", &values(&grad_x), &slopes(0), 1e-6);
+    let once = OPS.linear_backward_input(&[(&grad, &weight)]).unwrap();
+    assert_close("grad_x", &values(&once), &slopes(0), 1e-6);
+    let twice = [(&grad, &weight), (&grad, &weight)];
+    let twice = OPS.linear_backward_input(&twice).unwrap();
+    let expected: Vec<f64> = slopes(0).iter().map(|slope| 2.0 * slope).collect();
+    assert_close("grad_x of two layers", &values(&twice), &expected, 1e-6);
 
     let mut grad_weight = OPS.contiguous(&weight).unwrap();
     let mut grad_bias = tensor(1, 7, 9);
     let bias_before = values(&grad_bias);
-    OPS.linear_backward_weight(&grad, &x, &mut grad_weight, Some(&mut grad_bias))
-        .unwrap();
+    let layer = LinearGradient {
+        output: &grad,
+        weight: &mut grad_weight,
+        bias: Some(&mut grad_bias),
+    };
+    OPS.linear_backward_weight(&x, &mut [layer]).unwrap();
     let expected: Vec<f64> = slopes(1)
         .iter()
         .zip(values(&weight))
@@ -84,23 +87,51 @@ fn linear_gradients_add_to_what_is_there() {
 fn products_do_not_depend_on_the_number_of_threads() {
     let (x, weight) = (tensor(77, 190, 1), tensor(210, 190, 2));
     assert_same_on_any_threads(|| {
-        let mut grad_weight = OPS.zeros(210, 190).unwrap();
-        let out = OPS.linear(&x, &weight, None).unwrap();
-        OPS.linear_backward_weight(&out, &x, &mut grad_weight, None)
-            .unwrap();
+        let mut grad_weight = zeros(210, 190);
+        let out = OPS.linear(&x, plain(&weight)).unwrap();
+        let layer = LinearGradient {
+            output: &out,
+            weight: &mut grad_weight,
+            bias: None,
+        };
+        OPS.linear_backward_weight(&x, &mut [layer]).unwrap();
         [OPS.download(&out).unwrap(), OPS.download(&grad_weight).unwrap()].concat()
     });
 }
 
 #[test]
 fn shapes_that_disagree_are_refused() {
-    let error = OPS.linear(&tensor(2, 3, 1), &tensor(4, 5, 2), None).unwrap_err();
+    let (weight, bias) = (tensor(4, 5, 2), tensor(1, 3, 3));
+    let error = OPS.linear(&tensor(2, 3, 1), plain(&weight)).unwrap_err();
     assert_eq!(
         error.to_string(),
         "linear: expected x with 5 columns, as the weight, found 2 x 3"
     );
-    assert!(
-        OPS.linear(&tensor(2, 5, 1), &tensor(4, 5, 2), Some(&tensor(1, 3, 3)))
-            .is_err()
-    );
+    let layer = Linear {
+        weight: &weight,
+        bias: Some(&bias),
+    };
+    assert!(OPS.linear(&tensor(2, 5, 1), layer).is_err());
+    let narrower = tensor(4, 3, 4);
+    let grad = tensor(2, 4, 5);
+    let layers = [(&grad, &weight), (&grad, &narrower)];
+    assert!(OPS.linear_backward_input(&layers).is_err());
+}
+
+#[test]
+fn layers_taken_together_give_what_each_gives_alone() {
+    let x = view(9, 13, 1);
+    let (first, second, bias) = (tensor(7, 13, 2), view(5, 13, 3), tensor(1, 5, 4));
+    let layers = [
+        plain(&first),
+        Linear {
+            weight: &second,
+            bias: Some(&bias),
+        },
+    ];
+    let together = OPS.linear_many(&x, &layers).unwrap();
+    assert_eq!(together.len(), 2);
+    for (layer, output) in layers.into_iter().zip(&together) {
+        assert_eq!(values(output), values(&OPS.linear(&x, layer).unwrap()));
+    }
 }
