@@ -11,6 +11,7 @@
 
 pub(crate) mod check;
 pub mod cpu;
+pub mod cuda;
 mod tokens;
 
 use std::fmt::Debug;

@@ -1,0 +1,181 @@
+//! AdamW over every parameter at once, clipped by the global gradient norm, without the host. Formulas:
+//! `kernels/adamw.cu`.
+
+use super::device::CudaDevice;
+use super::error::{Error, Result};
+use super::launch::{Arguments, Grid};
+use super::matrix::{Element, Matrix};
+use super::source::Specialisation;
+
+/// Elements of one block's work.
+const CHUNK: usize = 8192;
+
+/// One parameter: all of one length and without gaps.
+#[derive(Debug, Clone)]
+pub struct CudaParameter {
+    /// f32, updated.
+    pub value: Matrix,
+    /// f32, read, then set to zero.
+    pub gradient: Matrix,
+    /// f32, updated.
+    pub first_moment: Matrix,
+    /// f32, updated.
+    pub second_moment: Matrix,
+    /// bf16, written: what products read.
+    pub working: Option<Matrix>,
+    /// Decoupled weight decay.
+    pub decay: f32,
+}
+
+/// Hyperparameters of one step (1711.05101).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CudaStep {
+    /// Learning rate.
+    pub rate: f32,
+    /// Decay of the first moment.
+    pub beta1: f32,
+    /// Decay of the second moment.
+    pub beta2: f32,
+    /// Added to the root of the second moment.
+    pub epsilon: f32,
+    /// Counts from 1.
+    pub step: u32,
+    /// Multiplies every gradient first.
+    pub gradient_scale: f32,
+    /// The largest gradient norm that is left alone; infinity clips nothing.
+    pub clip: f32,
+}
+
+/// Parameters laid out for [`CudaDevice::update`].
+#[derive(Debug)]
+pub struct Optimiser {
+    /// Kept: the table holds their addresses.
+    parameters: Vec<CudaParameter>,
+    table: Matrix,
+    chunks: Matrix,
+    count: usize,
+    partial: Matrix,
+    norm: Matrix,
+    step: Matrix,
+}
+
+impl Optimiser {
+    /// The parameters, in the order they were given.
+    pub fn parameters(&self) -> &[CudaParameter] {
+        &self.parameters
+    }
+
+    /// f32 of 2, after an update: the gradient norm before clipping (not finite: nothing was updated), and what
+    /// gradients were multiplied with.
+    pub fn norm(&self) -> &Matrix {
+        &self.norm
+    }
+}
+
+impl CudaDevice {
+    /// Lays `parameters` out for updates.
+    ///
+    /// # Errors
+    /// When one does not fit, or there is no memory for the tables.
+    pub fn optimiser(&self, parameters: Vec<CudaParameter>) -> Result<Optimiser> {
+        const NAME: &str = "adamw";
+        let mut table: Vec<i32> = Vec::new();
+        let mut chunks: Vec<i32> = Vec::new();
+        for (index, parameter) in (0_i32..).zip(&parameters) {
+            let length = parameter.value.len();
+            let wide = [
+                ("value", &parameter.value),
+                ("gradient", &parameter.gradient),
+                ("first moment", &parameter.first_moment),
+                ("second moment", &parameter.second_moment),
+            ];
+            for (what, matrix) in wide {
+                self.expect_row(NAME, what, matrix, Element::F32, length)?;
+                push_word(&mut table, matrix.address());
+            }
+            if let Some(working) = &parameter.working {
+                self.expect_row(NAME, "working copy", working, Element::Bf16, length)?;
+            }
+            push_word(&mut table, parameter.working.as_ref().map_or(0, Matrix::address));
+            push_word(&mut table, length as u64);
+            push_word(&mut table, u64::from(parameter.decay.to_bits()));
+            let count = i32::try_from(length.div_ceil(CHUNK)).map_err(|_| too_large(length))?;
+            chunks.extend((0..count).flat_map(|chunk| [index, chunk]));
+        }
+        let count = chunks.len() / 2;
+        Ok(Optimiser {
+            parameters,
+            table: self.upload_i32(&table)?,
+            chunks: self.upload_i32(&chunks)?,
+            count,
+            partial: self.matrix(Element::F64, 1, count)?,
+            norm: self.matrix(Element::F32, 1, 2)?,
+            step: self.matrix(Element::F32, 1, 8)?,
+        })
+    }
+
+    /// Sets the hyperparameters of the next updates, in the order of the compute stream.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn set_step(&self, optimiser: &Optimiser, step: CudaStep) -> Result<()> {
+        // In f64: 1 − β^t loses half its digits in f32 where β is near 1.
+        let correction = |beta: f32| (1.0 - f64::from(beta).powf(f64::from(step.step))) as f32;
+        let words = [
+            step.rate,
+            step.beta1,
+            step.beta2,
+            step.epsilon,
+            correction(step.beta1),
+            correction(step.beta2),
+            step.gradient_scale,
+            step.clip,
+        ];
+        self.overwrite(&optimiser.step, &words)
+    }
+
+    /// Updates every parameter by the step that was set. Gradients are left at zero. When their norm is not
+    /// finite nothing else changes.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn update(&self, optimiser: &Optimiser) -> Result<()> {
+        let module = self.kernels.get(adamw_kernel())?;
+        let grid = Grid::line(optimiser.count, 256);
+        let tables = || Arguments::new().start(&optimiser.table).start(&optimiser.chunks);
+        module.launch(
+            "squares",
+            grid,
+            self.compute(),
+            tables().start(&optimiser.partial),
+        )?;
+        let norm = Arguments::new()
+            .start(&optimiser.partial)
+            .int(optimiser.count)
+            .start(&optimiser.step)
+            .start(&optimiser.norm);
+        module.launch("gradient_norm", Grid::line(1, 1024), self.compute(), norm)?;
+        let update = tables().start(&optimiser.step).start(&optimiser.norm);
+        module.launch("adamw", grid, self.compute(), update)
+    }
+}
+
+/// The update's three kernels.
+pub(super) fn adamw_kernel() -> Specialisation {
+    let chunk = u32::try_from(CHUNK).unwrap_or(u32::MAX);
+    Specialisation::new("adamw.cu", [("CHUNK", chunk.into())])
+}
+
+/// 8 bytes as they lie in memory, the low half first.
+fn push_word(table: &mut Vec<i32>, word: u64) {
+    let [a, b, c, d, e, f, g, h] = word.to_le_bytes();
+    table.extend([i32::from_le_bytes([a, b, c, d]), i32::from_le_bytes([e, f, g, h])]);
+}
+
+fn too_large(length: usize) -> Error {
+    Error::Operand {
+        operation: "adamw",
+        expected: format!("parameters of fewer than 2^31 pieces of {CHUNK}"),
+        found: format!("{length} elements"),
+    }
+}
