@@ -8,11 +8,18 @@ cargo=${CARGO:-cargo}
 "$cargo" clippy --workspace --all-targets --locked --quiet -- -D warnings
 tests/checks/moto.sh
 "$cargo" test --workspace --locked --features espalier-simulation/planted-bugs
+kernels=0
+tests/checks/kernels.sh quick || kernels=$?
+case $kernels in
+0) ;;
+3) echo "skipped: check-kernels, whose compiler is not there and could not be fetched from PyPI" ;;
+*) exit "$kernels" ;;
+esac
 
 cat <<'SKIPPED'
 skipped here, each a target of its own: check-simulation (a thousand seeds; six and the planted bugs run here),
 check-damage (every offset; a sample runs here), check-chaos, check-kill and check-lost-coordinator (minutes of
 killing), check-dispatch and check-restart (release builds and quiet), check-parity (PyTorch and transformers),
 check-solver (HiGHS), check-scores (DATA=DIR), check-cpu-speed (PyTorch), check-bad-input and demo (fetch SmolLM2),
-lint-deny (cargo-deny)
+lint-deny (cargo-deny), check-kernels for every architecture (Hopper's commonest run here), check-gpu-ops (a GPU)
 SKIPPED
