@@ -404,10 +404,10 @@ impl Trainer {
                 working,
             });
         }
-        let losses = std::mem::take(&mut self.losses);
         let pending = self
             .operations
-            .update(&mut parameters, hyperparameters.at(step), &losses)?;
+            .update(&mut parameters, hyperparameters.at(step), &self.losses)?;
+        self.losses.clear();
         self.steps = step;
         Ok(Step { pending, predictions })
     }
