@@ -260,6 +260,34 @@ async fn a_repaired_disk_that_lost_what_the_store_has_is_refused_and_an_empty_on
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_repair_leaves_a_shipped_journal_that_was_emptied_to_a_start_with_its_store() {
+    let place = Place::new();
+    let job = with_a_past(&place).await;
+    let data_dir = place.directory.path().join("first");
+    std::fs::write(data_dir.join("journal/journal-00000000000000000001.log"), "").unwrap();
+    std::fs::create_dir_all(data_dir.join("logs/job-1")).unwrap();
+    std::fs::write(data_dir.join("logs/job-1/attempt-1.log"), "a line\n").unwrap();
+    let report = doctor::repair(&data_dir).unwrap();
+    assert!(report.mended.is_empty(), "{report:?}");
+    let said = |finding: &doctor::Finding| finding.problem.contains("a start with the --store");
+    assert!(report.findings.iter().any(said), "{report:?}");
+
+    // So that the next start may take another store, or none.
+    std::fs::remove_file(data_dir.join("store-id")).unwrap();
+    let mut options = place.options();
+    options.data_dir.clone_from(&data_dir);
+    let alone = Coordinator::start_with(options, Arc::new(Story)).await;
+    let refused = alone.unwrap_err();
+    assert!(
+        matches!(refused, Error::Conflict(_)),
+        "a new history begins: {refused}"
+    );
+    let again = coordinator(&place, "first").await.unwrap();
+    assert_eq!(client(&again).await.get(&job).await.unwrap().id, job);
+    again.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_speaks_of_a_higher_term_does_not_stop_a_coordinator_that_nobody_has_succeeded() {
     let place = Place::new();
     let only = coordinator(&place, "only").await.unwrap();

@@ -156,3 +156,21 @@ fn looking_at_a_directory_leaves_nothing_in_it_and_needs_no_leave_to_write() {
     doctor::check(directory.path()).unwrap();
     doctor::export(directory.path(), &mut Vec::new()).unwrap();
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn checks_at_the_same_time_do_not_take_each_other_for_damage() {
+    let (_place, data_dir) = with_a_past().await;
+    let together = std::sync::Barrier::new(4);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..5 {
+                    together.wait();
+                    let report = doctor::check(&data_dir).unwrap();
+                    let wrong = |finding: &doctor::Finding| finding.problem.contains("built anew");
+                    assert!(!report.findings.iter().any(wrong), "{report:?}");
+                }
+            });
+        }
+    });
+}

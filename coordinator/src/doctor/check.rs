@@ -1,6 +1,7 @@
 //! Finding out what is wrong, changing nothing.
 
 use std::ffi::CString;
+use std::fs::{File, TryLockError};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -15,6 +16,7 @@ use crate::scheduler::State;
 use crate::shipping::CLAIMANT_FILE;
 use crate::{Error, Result, remains, tables};
 
+const STORE_BUILDS_IT: &str = ": a start with the --store it was shipped to builds it anew";
 const STORE_HAS_IT: &str = "the journal was shipped to the store that the coordinator ran with (--store): start it \
      with an empty data directory and the same --store and --cluster, and it goes on from there. A repaired one is \
      refused where the store has more";
@@ -47,20 +49,26 @@ pub fn check_on(disk: &Arc<dyn Disk>, data_dir: &Path) -> Result<Report> {
     check_remains(disk.as_ref(), data_dir, &mut report)?;
     tell_of_store(disk.as_ref(), data_dir, &mut report);
     check_store_id(disk.as_ref(), data_dir, &mut report);
-    // Looking at tables may write to them.
-    if !can_be_written(data_dir) {
-        let tables = data_dir.join(tables::DIRECTORY);
-        report.find(
-            &tables,
-            "the tables were not looked at: nothing can be written here",
-            false,
-        );
-    } else if let Err(problem) = tables::probe(data_dir) {
-        let problem = format!("{problem}: they are set aside and built anew at the next start");
-        report.find(&data_dir.join(tables::DIRECTORY), problem, false);
-    }
+    check_tables(data_dir, &mut report);
     report.findings.sort_by_key(|finding| !finding.fatal);
     Ok(report)
+}
+
+/// Looking at tables may write to them, and takes them for oneself.
+fn check_tables(data_dir: &Path, report: &mut Report) {
+    let directory = data_dir.join(tables::DIRECTORY);
+    let file = File::open(&directory);
+    let taken = file.as_ref().map(File::try_lock);
+    let problem = if !can_be_written(data_dir) {
+        "the tables were not looked at: nothing can be written here".to_owned()
+    } else if matches!(taken, Ok(Err(TryLockError::WouldBlock))) {
+        "the tables were not looked at: another check looks at them".to_owned()
+    } else if let Err(problem) = tables::probe(data_dir) {
+        format!("{problem}: they are set aside and built anew at the next start")
+    } else {
+        return;
+    };
+    report.find(&directory, problem, false);
 }
 
 fn check_start(disk: &dyn Disk, directory: &Path, report: &mut Report) -> Result<()> {
@@ -112,11 +120,7 @@ fn check_remains(disk: &dyn Disk, data_dir: &Path, report: &mut Report) -> Resul
     let problem = format!(
         "holds nothing, but {} was left by one that did{}",
         other.display(),
-        if was_shipped {
-            ": a start with the --store it was shipped to builds it anew"
-        } else {
-            ""
-        }
+        if was_shipped { STORE_BUILDS_IT } else { "" }
     );
     report.find(&data_dir.join("journal"), problem, !was_shipped);
     report.starts = was_shipped;
@@ -155,6 +159,11 @@ fn tell_of_store(disk: &dyn Disk, data_dir: &Path, report: &mut Report) {
     if has_lost && disk.read(&claimant).is_ok() {
         report.find(&claimant, STORE_HAS_IT, false);
     }
+}
+
+/// Whether this says that the journal is gone from here, but not from the store.
+pub(super) fn is_for_store(finding: &Finding) -> bool {
+    finding.problem.ends_with(STORE_BUILDS_IT)
 }
 
 pub(super) fn is_about_store(finding: &Finding) -> bool {

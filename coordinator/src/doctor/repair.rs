@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::check::{is_about_store, is_directory};
+use super::check::{is_about_store, is_directory, is_for_store};
 use super::{Report, check_on};
 use crate::journal;
 use crate::journal::disk::{Disk, SystemDisk};
@@ -14,7 +14,9 @@ use crate::{Error, Result, remains, tables};
 
 /// Cuts the journal at the last sound frame before the damage, puts snapshots that cannot be used out of the
 /// way, and sets tables aside that cannot be opened or would be ahead; where no frame is left, everything that tells of
-/// those there were. A coordinator starts afterwards, unless the artifact store is another than it was.
+/// those there were. A coordinator starts afterwards, unless the artifact store is another than it was. What tells of a
+/// journal that is gone from here and was shipped to a store stays: it keeps a start without that store from beginning
+/// anew.
 /// Copies of all of it lie in `repaired-<unix_ms>`. Does nothing when nothing is wrong.
 ///
 /// # Errors
@@ -45,10 +47,12 @@ pub fn repair_on(disk: &Arc<dyn Disk>, data_dir: &Path, unix_ms: u128) -> Result
     if disk.list(&repair.journal).is_ok() {
         repair.mend_journal()?;
     }
-    if !repair.mended.is_empty() || tables::probe(data_dir).is_err() {
-        repair.set_tables_aside(data_dir)?;
+    if !before.findings.iter().any(is_for_store) {
+        if !repair.mended.is_empty() || tables::probe(data_dir).is_err() {
+            repair.set_tables_aside(data_dir)?;
+        }
+        repair.set_leftovers_aside(data_dir)?;
     }
-    repair.set_leftovers_aside(data_dir)?;
     if matches!(
         remains::store_id(disk.as_ref(), data_dir),
         Err(Error::StoreId { .. })
