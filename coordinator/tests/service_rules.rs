@@ -318,6 +318,61 @@ async fn followed_events_go_on_after_a_restart_and_none_comes_twice() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn followed_events_that_a_snapshot_has_swallowed_are_not_said_to_be_left_out() {
+    let place = Place::new();
+    let start = async |listen| {
+        let mut options = place.options();
+        (options.listen, options.segment_bytes) = (listen, 1);
+        let started = Coordinator::start_with(options, std::sync::Arc::new(common::Story)).await;
+        started.unwrap()
+    };
+    let handle = start("127.0.0.1:0".parse().unwrap()).await;
+    let (job, _) = client(&handle).await.submit(place.spec(), "").await.unwrap();
+    client(&handle).await.pause(&job.id, "lunch").await.unwrap();
+    let mut events = client(&handle).await.events(&job.id, true).await.unwrap();
+    let (mut kinds, mut told) = (BTreeSet::new(), 0);
+    while !["stages_planned", "job_paused"]
+        .iter()
+        .all(|kind| kinds.contains(*kind))
+    {
+        let event = events.next().await.unwrap().expect("both come");
+        told = event.number >> 20;
+        kinds.insert(event.kind);
+    }
+    let journal = place.options().data_dir.join("journal");
+    let newest_snapshot = || {
+        let names = std::fs::read_dir(&journal).unwrap();
+        let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let frame = |name: String| {
+            let digits = name.strip_prefix("snapshot-")?.strip_suffix(".snap")?;
+            digits.parse::<u64>().ok()
+        };
+        names.filter_map(frame).max()
+    };
+    let mut workers = Vec::new();
+    while newest_snapshot() < Some(told) {
+        assert!(workers.len() < 200, "no snapshot is taken");
+        // It is written down, and no event of the job.
+        let name = format!("worker-{}", workers.len());
+        workers.push(FakeWorker::connect(&handle, &name, 1, Vec::new()).await);
+    }
+    let address = handle.address();
+    handle.shutdown(DEADLINE).await.unwrap();
+    let handle = start(address).await;
+    client(&handle).await.cancel(&job.id, "enough").await.unwrap();
+    let next = tokio::time::timeout(DEADLINE, events.next());
+    let event = next.await.expect("no end of it").unwrap().unwrap();
+    assert_eq!((event.kind.as_str(), event.lagged), ("job_cancelled", false));
+    let mut anew = client(&handle).await.events(&job.id, false).await.unwrap();
+    let first = anew.next().await.unwrap().unwrap();
+    assert!(
+        first.lagged,
+        "what lies in the snapshot is missing, unsaid: {first:?}"
+    );
+    handle.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_paused_job_starts_nothing_until_it_is_resumed_and_its_events_say_so() {
     let place = Place::new();
     let handle = place.coordinator().await;

@@ -1,10 +1,12 @@
 //! What happened to jobs lately, in the journal's words: a bounded ring a job, for people who ask.
 //!
-//! Never the only copy: the journal is. What was dropped is said to have been.
+//! Never the only copy: the journal is. What was dropped is said to have been, and snapshots say how far each job was
+//! told, so that who has seen all of it is not told that something is missing.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use espalier_proto::v1;
+use serde::{Deserialize, Serialize};
 
 use crate::journal::Fold;
 use crate::scheduler::{AttemptId, Event, JobId, State, TaskId, WorkerId};
@@ -60,6 +62,8 @@ struct Ring {
 #[derive(Debug, Default)]
 pub struct History {
     rings: BTreeMap<JobId, Ring>,
+    /// The newest entry of jobs of which none is kept.
+    told: BTreeMap<JobId, u64>,
 }
 
 impl History {
@@ -68,14 +72,23 @@ impl History {
         if !self.rings.contains_key(&job) && self.rings.len() == JOBS {
             // The one where nothing has happened for the longest.
             let stillest = self.rings.iter().min_by_key(|(_, ring)| ring.last);
-            if let Some(stillest) = stillest.map(|(job, _)| *job) {
+            if let Some((stillest, last)) = stillest.map(|(job, ring)| (*job, ring.last)) {
                 self.rings.remove(&stillest);
+                self.told.insert(stillest, last);
             }
         }
-        let ring = self.rings.entry(job).or_default();
+        let told = &mut self.told;
+        let ring = self.rings.entry(job).or_insert_with(|| {
+            let last = told.remove(&job).unwrap_or_default();
+            Ring {
+                last,
+                dropped: last,
+                ..Ring::default()
+            }
+        });
         entry.number = number(frame, ring.last);
         if ring.last == 0 && entry.kind != FIRST {
-            // What came before lies in a snapshot, or in a ring that was dropped.
+            // What came before lies in a snapshot of a build that did not note how far the job was told.
             ring.dropped = entry.number.saturating_sub(1);
         }
         ring.last = entry.number;
@@ -106,7 +119,42 @@ impl History {
     /// Drops what is kept of a job.
     pub fn forget(&mut self, job: JobId) {
         self.rings.remove(&job);
+        self.told.remove(&job);
     }
+
+    /// The newest entry of each job that `state` knows.
+    fn told(&self, state: &State) -> BTreeMap<JobId, u64> {
+        let kept = self.rings.iter().map(|(job, ring)| (*job, ring.last));
+        let told = self.told.iter().map(|(job, last)| (*job, *last));
+        let known = |(job, _): &(JobId, u64)| state.job(*job).is_some();
+        kept.chain(told).filter(known).collect()
+    }
+}
+
+/// What a snapshot holds: the state, and beside it how far its jobs were told. Whoever needs only the state reads it
+/// as one.
+#[derive(Debug, Serialize)]
+pub struct Snapshot {
+    #[serde(flatten)]
+    state: State,
+    told: BTreeMap<JobId, u64>,
+}
+
+impl Snapshot {
+    /// Of this moment, to be written later.
+    pub fn of(state: &State, history: &History) -> Self {
+        Self {
+            state: state.bare(),
+            told: history.told(state),
+        }
+    }
+}
+
+/// The part of a [`Snapshot`] beside the state; snapshots of older builds have none.
+#[derive(Deserialize)]
+struct Beside {
+    #[serde(default)]
+    told: BTreeMap<JobId, u64>,
 }
 
 /// A state and what led to it, as a journal is read back.
@@ -122,7 +170,13 @@ impl Fold for Replayed<'_> {
     type Event = Event;
 
     fn restore(&mut self, json: &[u8]) -> Result<(), String> {
-        self.state.restore(json)
+        self.state.restore(json)?;
+        let beside: Beside = serde_json::from_slice(json).map_err(|error| error.to_string())?;
+        *self.history = History {
+            told: beside.told,
+            ..History::default()
+        };
+        Ok(())
     }
 
     fn event(&mut self, sequence: u64, event: Event) {
@@ -202,7 +256,10 @@ mod tests {
         assert_eq!(history.since(JobId(1), 9 << 20).0.len(), 1);
 
         told(&mut history, 2, 11, "attempt_started");
-        assert!(history.since(JobId(2), 0).1, "its beginning lies in a snapshot");
+        assert!(
+            history.since(JobId(2), 0).1,
+            "its beginning lies in an older build's snapshot"
+        );
         assert!(!history.since(JobId(2), 11 << 20).1);
     }
 
@@ -217,5 +274,12 @@ mod tests {
         told(&mut history, jobs + 1, jobs + 2, "job_submitted");
         assert_eq!(history.since(JobId(1), 0).0.len(), 2);
         assert!(history.since(JobId(2), 0).0.is_empty());
+
+        told(&mut history, 2, jobs + 3, "attempt_started");
+        assert!(history.since(JobId(2), 0).1, "its beginning was dropped");
+        assert!(
+            !history.since(JobId(2), 2 << 20).1,
+            "who knows what was dropped misses nothing"
+        );
     }
 }

@@ -7,6 +7,7 @@ use tonic::Status;
 use super::{Owner, Request};
 use crate::journal;
 use crate::scheduler::{State, resume};
+use crate::service::history::Snapshot;
 use crate::term::Standing;
 use crate::{Error, Result};
 
@@ -74,6 +75,9 @@ impl Owner {
             let ended = self.surroundings.clock.elapsed();
             self.metrics.journal_synced(ended.saturating_sub(began));
         }
+        for (job, frame, entry) in std::mem::take(&mut self.noted) {
+            self.history.push(job, frame, entry);
+        }
         self.snapshot();
     }
 
@@ -81,9 +85,6 @@ impl Owner {
     fn keep_promises(&mut self, rests: bool) {
         if !rests && self.full_until.take().is_some() {
             self.effects.extend(resume(&self.state));
-        }
-        for (job, frame, entry) in std::mem::take(&mut self.noted) {
-            self.history.push(job, frame, entry);
         }
         for answer in std::mem::take(&mut self.answers) {
             answer(self, Ok(()));
@@ -150,8 +151,8 @@ impl Owner {
         let Some(due) = self.journal.snapshot_due() else {
             return;
         };
-        let state = self.state.bare();
-        let work = Box::new(move || Request::SnapshotEnded(due.take(&state)));
+        let snapshot = Snapshot::of(&self.state, &self.history);
+        let work = Box::new(move || Request::SnapshotEnded(due.take(&snapshot)));
         self.surroundings.beside.spawn(work);
     }
 
