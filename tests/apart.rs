@@ -203,3 +203,32 @@ fn a_worker_told_to_end_hands_its_work_back_and_another_takes_the_job_on() {
     assert!(path("out").join("report.json").is_file());
     assert!(coordinator.terminate().success());
 }
+
+#[test]
+fn a_coordinator_told_to_end_while_it_waits_for_room_ends_in_good_order() {
+    let place = tempfile::tempdir().unwrap();
+    let log = place.path().join("coordinator.log");
+    // No file may grow to what a term needs, as on a full disk.
+    let child = Command::new("sh")
+        .args(["-c", "trap '' XFSZ; ulimit -f 16; exec \"$0\" \"$@\""])
+        .args([env!("CARGO_BIN_EXE_espalier"), "coordinator"])
+        .args(["--listen", "127.0.0.1:0", "--data-dir"])
+        .arg(place.path().join("state"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(File::create(&log).unwrap())
+        .spawn()
+        .unwrap();
+    let mut coordinator = Process { child, log };
+    wait_for("the coordinator to say what it waits for", || {
+        let said = coordinator.log().contains("begins when there is room");
+        assert!(
+            coordinator.child.try_wait().unwrap().is_none(),
+            "{}",
+            coordinator.log()
+        );
+        said.then_some(())
+    });
+    let ended = coordinator.terminate();
+    assert!(ended.success(), "{ended}: {}", coordinator.log());
+}

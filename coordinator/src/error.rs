@@ -103,12 +103,9 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether nobody answers, or one who cannot begin for want of room: as while a coordinator is restarted.
+    /// Whether nobody answers, or one who has not begun: as while a coordinator is restarted.
     pub fn is_away(&self) -> bool {
-        matches!(
-            self,
-            Self::Unreachable { .. } | Self::Timeout { .. } | Self::Exhausted(_)
-        )
+        matches!(self, Self::Unreachable { .. } | Self::Timeout { .. })
     }
 
     /// Whether room is all that is missing, on a disk or in a store: later it may be there.

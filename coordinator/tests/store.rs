@@ -54,6 +54,7 @@ async fn a_store_in_the_data_directory_is_refused_unless_it_is_the_place_for_it(
         assert!(matches!(refused, Error::Invalid(_)), "{wrong:?}: {refused:?}");
         let said = refused.to_string();
         assert!(said.contains("lies in the data directory"), "{said}");
+        assert!(said.contains("can be moved as a whole"), "{said}");
         assert!(
             !data_dir.join("claimant").exists(),
             "something was begun in {wrong:?}"

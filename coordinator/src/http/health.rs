@@ -77,7 +77,6 @@ impl Vitals {
 
     /// Why the coordinator cannot begin before there is room; none once it can.
     pub fn waits_for_room(&self, reason: Option<String>) {
-        self.set_disk_full(reason.is_some());
         *self.waiting() = reason;
     }
 

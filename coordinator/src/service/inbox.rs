@@ -33,8 +33,8 @@ impl Inbox {
     /// Asks the loop and waits for its answer, within a deadline.
     ///
     /// # Errors
-    /// As the loop answers; DEADLINE_EXCEEDED with what is in its way; RESOURCE_EXHAUSTED while a full disk
-    /// keeps it from beginning; UNAVAILABLE when it has stopped.
+    /// As the loop answers; DEADLINE_EXCEEDED with what is in its way; UNAVAILABLE while want of room keeps it from
+    /// beginning, and when it has stopped.
     pub async fn ask<T>(
         &self,
         request: impl FnOnce(oneshot::Sender<Result<T, Status>>) -> Request,
@@ -45,7 +45,7 @@ impl Inbox {
             // Nobody is asked while the journal is replayed: a client that gives up meanwhile has asked nothing.
             while !self.vitals.is_replayed() {
                 if let Some(reason) = self.vitals.lacks_room() {
-                    return Err(Status::resource_exhausted(reason));
+                    return Err(Status::unavailable(reason));
                 }
                 sleep(BETWEEN_LOOKS).await;
             }

@@ -172,16 +172,24 @@ async fn ready_with_room(
 ) -> Result<Ready> {
     let mut room = Room::new(Arc::clone(&base.disk), base.options.data_dir.join("journal"));
     loop {
-        let ready = match room.check().await {
-            Ok(()) => make_ready(base, tables, requests, shown).await,
-            Err(full) => Err(full),
-        };
-        match ready {
-            Err(error) if error.is_full() => room.wait(shown, &error).await,
-            ready => {
-                room.found(shown);
-                return ready;
+        if let Err(error) = room.check().await {
+            if !error.is_full() {
+                return Err(error);
             }
+            room.wait(shown, &error).await;
+            continue;
+        }
+        Room::found(shown);
+        match make_ready(base, tables, requests, shown).await {
+            Ok(ready) => {
+                room.was_enough();
+                return Ok(ready);
+            }
+            Err(error) if error.is_full() => {
+                room.start_failed();
+                room.wait(shown, &error).await;
+            }
+            Err(error) => return Err(error),
         }
     }
 }

@@ -43,7 +43,7 @@ fn refuse_inside(store: &str, data_dir: &Path) -> Result<()> {
     }
     Err(Error::Invalid(format!(
         "store: {store} lies in the data directory {}: name a directory elsewhere, or leave it out, which is the same \
-         as {}",
+         as {}; a store that was used there can be moved as a whole, and is known again at its new place",
         data_dir.display(),
         remains::own_store(data_dir).display()
     )))

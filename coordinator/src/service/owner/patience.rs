@@ -120,7 +120,8 @@ impl Owner {
             .collect();
         for (worker, epoch) in silent {
             if let Err(error) = self.decide(Command::WorkerSilent { worker, epoch }) {
-                tracing::error!(%error, "the worker cannot be given up");
+                tracing::error!(%error, %worker, "the worker cannot be given up");
+                continue;
             }
             if self.state.worker(worker).map(|known| known.standing) == Some(Standing::Lost) {
                 tracing::warn!(%worker, "nothing was heard from the worker: its tasks are handed on");
