@@ -19,10 +19,14 @@ struct Process {
 
 impl Process {
     fn start(arguments: &[&str], log: PathBuf) -> Self {
+        Self::printing(arguments, Stdio::null(), log)
+    }
+
+    fn printing(arguments: &[&str], output: impl Into<Stdio>, log: PathBuf) -> Self {
         let child = Command::new(env!("CARGO_BIN_EXE_espalier"))
             .args(arguments)
             .stdin(Stdio::null())
-            .stdout(Stdio::null())
+            .stdout(output)
             .stderr(File::create(&log).unwrap())
             .spawn()
             .unwrap();
@@ -144,6 +148,13 @@ fn a_worker_told_to_end_hands_its_work_back_and_another_takes_the_job_on() {
         .unwrap();
     assert_eq!(String::from_utf8_lossy(&submitted.stdout), "job-1\n");
 
+    let follow = |what: &[&str], printed: &str| {
+        let arguments = [what, &["--follow", "--coordinator", &endpoint]].concat();
+        let output = File::create(path(printed)).unwrap();
+        Process::printing(&arguments, output, path(&format!("{printed}.log")))
+    };
+    let mut following_job = follow(&["job", "logs", "job-1"], "job-lines");
+
     wait_for("recovery to take its first step", || {
         let job = job(&endpoint);
         let recover = stage(&job, "recover")?;
@@ -183,6 +194,7 @@ fn a_worker_told_to_end_hands_its_work_back_and_another_takes_the_job_on() {
     );
     assert_eq!(said(&["job", "resume", "job-1", "-q"]).0, Some(0));
 
+    let mut following_task = follow(&["task", "logs", &task], "task-lines");
     let ended = first.terminate();
     assert!(ended.success(), "{ended}: {}", first.log());
     let between = job(&endpoint);
@@ -193,6 +205,7 @@ fn a_worker_told_to_end_hands_its_work_back_and_another_takes_the_job_on() {
     let shown: Value = serde_json::from_str(&shown).unwrap();
     let outcome = shown["attempts"][0]["outcome"].as_str().unwrap();
     assert!(matches!(outcome, "completed" | "handed_back"), "{shown}");
+    let goes_on = outcome == "handed_back";
 
     let _second = start_worker("second");
     let ended = wait_for("the job's end", || {
@@ -201,6 +214,26 @@ fn a_worker_told_to_end_hands_its_work_back_and_another_takes_the_job_on() {
     });
     assert_eq!(ended["state"], "succeeded", "{}", ended["message"]);
     assert!(path("out").join("report.json").is_file());
+    for following in [&mut following_job, &mut following_task] {
+        let ended = wait_for("the end of what was followed", || {
+            following.child.try_wait().unwrap()
+        });
+        assert!(ended.success(), "{ended}: {}", following.log());
+    }
+    // What the attempt says that is handed back, and then the one that goes on from there.
+    for (printed, before) in [("job-lines", "recover/"), ("task-lines", "")] {
+        let printed = fs::read_to_string(path(printed)).unwrap();
+        let of_task: Vec<&str> = printed.lines().filter(|line| line.starts_with(before)).collect();
+        for said in [
+            "a checkpoint was asked for and is written",
+            "going on from a checkpoint",
+        ] {
+            let lines = of_task.iter().filter(|line| line.contains(said)).count();
+            assert_eq!(lines, usize::from(goes_on), "{said}: {printed}");
+        }
+    }
+    let said = following_task.log();
+    assert_eq!(said.contains("attempt "), goes_on, "{said}");
     assert!(coordinator.terminate().success());
 }
 
