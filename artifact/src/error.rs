@@ -64,7 +64,9 @@ pub enum Error {
         location: String,
     },
     /// Bytes that do not match their name.
-    #[error("artifact {name} is damaged: its content hashes to {found}; delete it so that it is made again")]
+    #[error(
+        "artifact {name} is damaged: its content hashes to {found}; restore it from a copy of the store, or submit the job again"
+    )]
     Damaged {
         /// The name asked for.
         name: String,
@@ -124,17 +126,88 @@ pub enum Error {
 impl Error {
     /// Whether what holds the store, or what may be taken of it, is full.
     pub fn is_full(&self) -> bool {
-        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(self);
-        while let Some(error) = cause {
-            let kind = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
-            if matches!(kind, Some(ErrorKind::StorageFull | ErrorKind::QuotaExceeded)) {
-                return true;
-            }
-            cause = error.source();
-        }
-        false
+        let full = |kind| matches!(kind, ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
+        said_by_the_system(self).is_some_and(full)
     }
+
+    /// Whether the same call may succeed later though nobody asks otherwise: the store is full, mounted for reading only,
+    /// or does not answer.
+    pub fn may_pass(&self) -> bool {
+        match (self, said_by_the_system(self)) {
+            (_, Some(kind)) => passes(kind),
+            (Self::Late { .. }, None) => true,
+            // What HTTP stores give up with after trying again.
+            (Self::Store { source, .. }, None) => matches!(source, object_store::Error::Generic { .. }),
+            (_, None) => false,
+        }
+    }
+}
+
+/// What the operating system said, somewhere below an error.
+fn said_by_the_system(error: &(dyn std::error::Error + 'static)) -> Option<ErrorKind> {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        if let Some(error) = error.downcast_ref::<std::io::Error>() {
+            return Some(error.kind());
+        }
+        cause = error.source();
+    }
+    None
+}
+
+/// Whether a disk or a network that says this may say otherwise later.
+pub fn passes(kind: ErrorKind) -> bool {
+    matches!(
+        kind,
+        ErrorKind::StorageFull
+            | ErrorKind::QuotaExceeded
+            | ErrorKind::ReadOnlyFilesystem
+            | ErrorKind::TimedOut
+            | ErrorKind::ConnectionRefused
+            | ErrorKind::ConnectionReset
+            | ErrorKind::ConnectionAborted
+            | ErrorKind::HostUnreachable
+            | ErrorKind::NetworkUnreachable
+            | ErrorKind::NetworkDown
+            | ErrorKind::StaleNetworkFileHandle
+    )
 }
 
 /// A result whose error is this crate's.
 pub type Result<T> = std::result::Result<T, Error>;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+    use super::*;
+
+    fn store(source: Box<dyn std::error::Error + Send + Sync>) -> Error {
+        Error::Store {
+            key: "aa/bb".to_owned(),
+            location: "s3://bucket".to_owned(),
+            source: object_store::Error::Generic { store: "S3", source },
+        }
+    }
+
+    #[test]
+    fn a_store_that_is_full_read_only_or_away_may_take_it_later_and_one_that_forbids_it_does_not() {
+        let of_disk = |kind: ErrorKind| store(Box::new(std::io::Error::from(kind)));
+        for kind in [
+            ErrorKind::StorageFull,
+            ErrorKind::ReadOnlyFilesystem,
+            ErrorKind::ConnectionRefused,
+        ] {
+            assert!(of_disk(kind).may_pass(), "{kind:?}");
+        }
+        assert!(store("503 Slow Down".into()).may_pass());
+        assert!(of_disk(ErrorKind::StorageFull).is_full());
+        assert!(!of_disk(ErrorKind::ReadOnlyFilesystem).is_full());
+        assert!(!of_disk(ErrorKind::PermissionDenied).may_pass());
+        let damaged = Error::Damaged {
+            name: "aa".to_owned(),
+            found: "bb".to_owned(),
+        };
+        assert!(!damaged.may_pass());
+    }
+}

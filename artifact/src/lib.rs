@@ -22,7 +22,7 @@ mod upload;
 
 pub use area::{Created, ObjectArea, StoredObject};
 pub use blocking::BlockingStore;
-pub use error::{Error, Result};
+pub use error::{Error, Result, passes};
 pub use identity::id_of_directory;
 pub use location::Options;
 pub use name::{Name, hash_file};

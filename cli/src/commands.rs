@@ -43,9 +43,6 @@ pub(crate) fn read_spec(path: &Path, output: Option<PathBuf>) -> anyhow::Result<
         None => Err(failure::usage(format!(
             "{shown}: output: missing; name the directory to write the outcome to, or give --output-dir"
         ))),
-        Some(output) if Path::new(output).symlink_metadata().is_ok() => Err(failure::conflict(format!(
-            "output: {output} exists; name a directory that does not, or remove it"
-        ))),
         Some(_) => Ok(spec),
     }
 }

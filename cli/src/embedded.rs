@@ -32,6 +32,12 @@ const DRAIN: &str = "5s";
 pub(crate) async fn run(arguments: Run, logging: &Logging) -> anyhow::Result<()> {
     let spec = read_spec(&arguments.spec, arguments.output_dir.clone())?;
     let output = PathBuf::from(spec.output.clone().unwrap_or_default());
+    if output.symlink_metadata().is_ok() {
+        return Err(failure::conflict(format!(
+            "output: {} exists; name a directory that does not, or remove it",
+            output.display()
+        )));
+    }
     let json = serde_json::to_string(&spec).context("the spec cannot be written as JSON")?;
     let state = State::create(&output, arguments.keep_state)?;
     let mut options = CoordinatorOptions::new(state.directory.path());

@@ -494,6 +494,8 @@ pub enum FailureKind {
     Hung,
     /// Measurements scattered too widely to tell.
     TooNoisy,
+    /// What holds artifacts takes or gives nothing for now: it is full, read-only or away. Nobody's fault.
+    Storage,
 }
 
 /// Why an attempt failed.

@@ -100,6 +100,7 @@ impl Error {
     /// What this means for trying again.
     pub fn failure(&self) -> Failure {
         let kind = match self {
+            error if is_of_storage(error) => FailureKind::Storage,
             Self::Data { .. }
             | Self::Invalid { .. }
             | Self::ChatTemplate { .. }
@@ -117,6 +118,17 @@ impl Error {
             kind,
             message: self.to_string(),
         }
+    }
+}
+
+/// Whether it is what holds artifacts or files, and may be over by itself: no room, mounted for reading only, away.
+fn is_of_storage(error: &Error) -> bool {
+    match error {
+        Error::Artifact(error) => error.may_pass(),
+        Error::Io { source, .. } | Error::Model(espalier_model::Error::Io { source, .. }) => {
+            espalier_artifact::passes(source.kind())
+        }
+        _ => false,
     }
 }
 
@@ -140,4 +152,34 @@ fn is_permanent(kind: std::io::ErrorKind) -> bool {
             | Kind::NotADirectory
             | Kind::InvalidData
     )
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn a_full_or_read_only_disk_is_no_fault_of_the_task_wherever_it_is_met() {
+        let path = || PathBuf::from("/store/scratch/a");
+        let of_kind = |kind: io::ErrorKind| {
+            let source = || io::Error::from(kind);
+            let here = Error::Io {
+                path: path(),
+                source: source(),
+            };
+            let in_a_model = Error::Model(espalier_model::Error::Io {
+                path: path(),
+                source: source(),
+            });
+            [here, in_a_model].map(|error| error.failure().kind)
+        };
+        for kind in [io::ErrorKind::StorageFull, io::ErrorKind::ReadOnlyFilesystem] {
+            assert_eq!(of_kind(kind), [FailureKind::Storage; 2], "{kind:?}");
+        }
+        assert_eq!(of_kind(io::ErrorKind::NotFound), [FailureKind::Invalid; 2]);
+    }
 }

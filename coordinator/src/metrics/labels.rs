@@ -64,9 +64,10 @@ pub const FAILURE_NAMES: [&str; FAILURES] = [
     "crashed",
     "hung",
     "too_noisy",
+    "storage",
 ];
 /// How many there are.
-pub const FAILURES: usize = 6;
+pub const FAILURES: usize = 7;
 
 /// Where a failure's counter is.
 pub fn failure_index(kind: FailureKind) -> usize {
@@ -77,6 +78,7 @@ pub fn failure_index(kind: FailureKind) -> usize {
         FailureKind::Crashed => 3,
         FailureKind::Hung => 4,
         FailureKind::TooNoisy => 5,
+        FailureKind::Storage => 6,
     }
 }
 

@@ -20,6 +20,9 @@ pub struct Failures {
     pub hung: u32,
     /// Measurements scattered too widely.
     pub too_noisy: u32,
+    /// Artifacts could not be stored or read for now.
+    #[serde(default)]
+    pub storage: u32,
     /// The worker was lost.
     pub worker_lost: u32,
     /// The worker gave it up by itself, as when it drains. Free.
@@ -37,6 +40,7 @@ impl Failures {
             self.crashed,
             self.hung,
             self.too_noisy,
+            self.storage,
         ]
         .iter()
         .fold(0, |sum, count| sum.saturating_add(*count))
@@ -51,6 +55,7 @@ impl Failures {
             FailureKind::Crashed => self.crashed,
             FailureKind::Hung => self.hung,
             FailureKind::TooNoisy => self.too_noisy,
+            FailureKind::Storage => self.storage,
         }
     }
 
@@ -62,6 +67,7 @@ impl Failures {
             && self.crashed >= earlier.crashed
             && self.hung >= earlier.hung
             && self.too_noisy >= earlier.too_noisy
+            && self.storage >= earlier.storage
             && self.worker_lost >= earlier.worker_lost
             && self.handed_back >= earlier.handed_back
     }
@@ -74,6 +80,7 @@ impl Failures {
             FailureKind::Crashed => &mut self.crashed,
             FailureKind::Hung => &mut self.hung,
             FailureKind::TooNoisy => &mut self.too_noisy,
+            FailureKind::Storage => &mut self.storage,
         };
         *counter = counter.saturating_add(1);
     }
@@ -93,6 +100,8 @@ impl Budget {
             FailureKind::Invalid => 0,
             FailureKind::OutOfMemory => 1,
             FailureKind::Error | FailureKind::Crashed | FailureKind::Hung | FailureKind::TooNoisy => 2,
+            // As long as it takes: what was computed so far is worth more than an early end.
+            FailureKind::Storage => u32::MAX,
         }
     }
 
@@ -132,10 +141,11 @@ fn pause(times: u32) -> Duration {
     }
 }
 
-/// Whether a failure speaks against the task or the worker: it is neither the input nor the measurement.
+/// Whether a failure speaks against the task or the worker: it is neither the input nor the measurement,
+/// nor what holds artifacts.
 pub(super) fn is_evidence(kind: FailureKind) -> bool {
     match kind {
         FailureKind::Error | FailureKind::Crashed | FailureKind::Hung | FailureKind::OutOfMemory => true,
-        FailureKind::Invalid | FailureKind::TooNoisy => false,
+        FailureKind::Invalid | FailureKind::TooNoisy | FailureKind::Storage => false,
     }
 }

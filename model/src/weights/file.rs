@@ -70,10 +70,20 @@ pub(crate) fn save_tensors(
     let metadata = HashMap::from([(METADATA_KEY.to_owned(), metadata.to_string())]);
     files::write_atomically(path, |partial| {
         safetensors::serialize_to_file(outgoing, Some(metadata), partial)
-            .map_err(|error| damaged(path, error))?;
+            .map_err(|error| unwritten(path, error))?;
         // Opening checks that every byte the header promises is there.
         TensorFile::open(partial).map(drop)
     })
+}
+
+fn unwritten(path: &Path, error: safetensors::SafeTensorError) -> Error {
+    match error {
+        safetensors::SafeTensorError::IoError(source) => Error::Io {
+            path: path.to_path_buf(),
+            source,
+        },
+        error => damaged(path, error),
+    }
 }
 
 fn damaged(path: &Path, reason: impl ToString) -> Error {

@@ -1,9 +1,11 @@
 //! What peers' users suffer from, as far as the state machine answers for it.
 
+use std::time::Duration;
+
 use espalier_proto::task::FailureKind;
 
 use super::kit::{World, introduction, stage};
-use crate::scheduler::{Command, Epoch, JobPhase, Lease, Rejection, Standing, TaskPhase, Term};
+use crate::scheduler::{Command, Epoch, JobPhase, Lease, Rejection, Standing, TaskPhase, Term, retry_pause};
 
 #[test]
 fn a_stale_workers_completion_is_refused() {
@@ -163,6 +165,29 @@ fn a_lost_worker_is_no_evidence_against_its_task() {
     let task = world.state.tasks().next().unwrap();
     assert_eq!((task.failures().worker_lost, task.failures().own()), (3, 0));
     assert_eq!(task.phase, TaskPhase::Waiting);
+}
+
+#[test]
+fn a_full_store_ends_no_job_and_accuses_no_worker_however_long_it_is_full() {
+    let mut world = World::new();
+    world.join("a", 1, 1);
+    let job = world.submit("/out");
+    world.plan(job, vec![stage("recover", 1)]);
+    for _ in 0..50 {
+        let work = world.dispatch()[0];
+        world.fail(work, FailureKind::Storage);
+        world.state = world.replayed();
+    }
+    assert!(matches!(world.state.job(job).unwrap().phase, JobPhase::Active));
+    let task = world.state.tasks().next().unwrap();
+    assert_eq!(retry_pause(&task.failures()), Duration::from_secs(60));
+    assert!(task.last_failure().is_some(), "it is said why it waits");
+    assert!(
+        world
+            .state
+            .workers()
+            .all(|worker| worker.failed_in_a_row.is_empty())
+    );
 }
 
 #[test]

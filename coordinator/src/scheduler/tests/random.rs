@@ -60,6 +60,7 @@ fn step() -> impl Strategy<Value = Step> {
         2 => Just(FailureKind::OutOfMemory),
         4 => Just(FailureKind::Crashed),
         4 => Just(FailureKind::TooNoisy),
+        2 => Just(FailureKind::Storage),
         1 => Just(FailureKind::Invalid),
     ];
     let kind = prop_oneof![
