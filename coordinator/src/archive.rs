@@ -242,6 +242,25 @@ impl Archives {
         }
     }
 
+    /// Gives the archives of jobs after `last` other names, and says how many: a journal that knows no such jobs has lost
+    /// its end, and gives their numbers to others, whose archives must not take the place of these.
+    ///
+    /// # Errors
+    /// When one cannot be renamed.
+    pub fn set_aside_after(&self, last: JobId, unix_ms: i64) -> Result<usize, Error> {
+        let unknown: Vec<JobId> = self.jobs()?.into_iter().filter(|job| *job > last).collect();
+        for job in &unknown {
+            let path = self.path(*job);
+            let aside = path.with_extension(format!("archive.unknown-{unix_ms}"));
+            self.disk.rename(&path, &aside).map_err(|source| Error::Io {
+                action: "rename",
+                path,
+                source,
+            })?;
+        }
+        Ok(unknown.len())
+    }
+
     /// Jobs that have an archive, the oldest first.
     ///
     /// # Errors

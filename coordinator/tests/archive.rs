@@ -92,6 +92,26 @@ async fn a_job_looks_the_same_after_it_was_archived_and_the_coordinator_restarte
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_archive_of_a_job_that_the_journal_has_lost_is_kept_from_the_one_that_gets_its_number() {
+    let place = Place::new();
+    place.coordinator().await.shutdown(DEADLINE).await.unwrap();
+    let archives = place.directory.path().join("data/archive");
+    std::fs::create_dir_all(&archives).unwrap();
+    std::fs::write(archives.join("job-1.archive"), "what is left of it").unwrap();
+    place.coordinator().await.shutdown(DEADLINE).await.unwrap();
+    let names: Vec<String> = std::fs::read_dir(&archives)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    assert_eq!(names.len(), 1, "{names:?}");
+    assert!(names[0].starts_with("job-1.archive.unknown-"), "{names:?}");
+    assert_eq!(
+        std::fs::read_to_string(archives.join(&names[0])).unwrap(),
+        "what is left of it"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn attempts_and_logs_of_a_task_done_long_ago_are_there_while_its_job_goes_on() {
     /// So many that the first is no longer among what the loop remembers of the job.
     const TASKS: usize = 600;

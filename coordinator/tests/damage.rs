@@ -286,6 +286,30 @@ fn a_damaged_archive_is_reported_wherever_it_is_damaged() {
     assert!(doctor::check(truth.path()).unwrap().starts);
 }
 
+#[test]
+fn archives_that_are_missing_or_that_the_journal_does_not_know_are_found() {
+    let truth = Truth::build(1 << 20, |past| {
+        for _ in 0..3 {
+            let job = past.job(2, 2);
+            past.end(job);
+            past.archive(job);
+        }
+    });
+    let archive = |job: u64| truth.path().join(format!("archive/job-{job}.archive"));
+    let found = |path: &Path| {
+        let report = doctor::check(truth.path()).unwrap();
+        assert!(report.starts, "{report:?}");
+        let mut findings = report.findings.into_iter();
+        findings
+            .find(|finding| finding.path == path)
+            .map(|finding| finding.problem)
+    };
+    assert_eq!(found(&archive(2)), None);
+    fs::rename(archive(2), archive(9)).unwrap();
+    assert!(found(&archive(2)).unwrap().starts_with("is missing: restore it"));
+    assert!(found(&archive(9)).unwrap().contains("after job-3"));
+}
+
 fn files_below(directory: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for entry in fs::read_dir(directory).unwrap() {

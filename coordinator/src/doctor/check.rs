@@ -36,16 +36,17 @@ pub fn check(data_dir: &Path) -> Result<Report> {
 /// As [`check`].
 pub fn check_on(disk: &Arc<dyn Disk>, data_dir: &Path) -> Result<Report> {
     let mut report = Report::of(data_dir);
+    let mut state = State::default();
     let directory = data_dir.join("journal");
     if disk.list(&directory).is_err() {
         // A coordinator begins one.
         report.starts = true;
     } else {
-        check_start(disk.as_ref(), &directory, &mut report)?;
+        check_start(disk.as_ref(), &directory, &mut state, &mut report)?;
         check_snapshots(disk.as_ref(), &directory, &mut report)?;
         check_frames(disk.as_ref(), &directory, &mut report)?;
     }
-    check_archives(disk, data_dir, &mut report)?;
+    check_archives(disk, data_dir, &state, &mut report)?;
     check_remains(disk.as_ref(), data_dir, &mut report)?;
     tell_of_store(disk.as_ref(), data_dir, &mut report);
     check_store_id(disk.as_ref(), data_dir, &mut report);
@@ -71,8 +72,8 @@ fn check_tables(data_dir: &Path, report: &mut Report) {
     report.find(&directory, problem, false);
 }
 
-fn check_start(disk: &dyn Disk, directory: &Path, report: &mut Report) -> Result<()> {
-    match journal::read(disk, directory, &mut State::default()) {
+fn check_start(disk: &dyn Disk, directory: &Path, state: &mut State, report: &mut Report) -> Result<()> {
+    match journal::read(disk, directory, state) {
         Ok(found) => {
             report.starts = true;
             report.last_frame = found.end.next.saturating_sub(1);
@@ -210,11 +211,31 @@ fn check_frames(disk: &dyn Disk, directory: &Path, report: &mut Report) -> Resul
     Ok(())
 }
 
-fn check_archives(disk: &Arc<dyn Disk>, data_dir: &Path, report: &mut Report) -> Result<()> {
+/// Archives against themselves, and against what the journal says of them.
+fn check_archives(disk: &Arc<dyn Disk>, data_dir: &Path, state: &State, report: &mut Report) -> Result<()> {
     let archives = Archives::new(Arc::clone(disk), data_dir);
     let jobs = archives
         .jobs()
         .map_err(|error| Error::Internal(error.to_string()))?;
+    for archived in state.archived().filter(|archived| !jobs.contains(&archived.id)) {
+        let problem = format!(
+            "is missing: restore it from the artifact store or a backup, or {} is known by its summary only",
+            archived.id
+        );
+        report.find(&archives.path(archived.id), problem, false);
+    }
+    if let Some(unknown) = jobs
+        .iter()
+        .find(|job| **job > state.last_job())
+        .filter(|_| report.starts)
+    {
+        let problem = format!(
+            "is of a job after {}, the last that the journal knows: the journal has lost its end, which no repair brings \
+             back; archives of such jobs are kept under other names at the next start",
+            state.last_job()
+        );
+        report.find(&archives.path(*unknown), problem, false);
+    }
     for job in jobs {
         match archives.read(job) {
             Ok(_) => report.archives = report.archives.saturating_add(1),

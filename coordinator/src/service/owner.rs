@@ -164,6 +164,7 @@ impl Owner {
         journal.check_room()?;
         let term = fence.claim(state.term(), journal.last().saturating_add(1))?;
         let mut owner = Self::of(options, planner, surroundings, fence, journal, state, history);
+        owner.keep_unknown_archives()?;
         owner.find_trouble();
         owner
             .decide(Command::BeginTermAt { term })

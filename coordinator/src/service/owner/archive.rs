@@ -20,6 +20,7 @@ use crate::scheduler::{Command, Job, JobId, JobPhase, TaskId};
 use crate::service::surroundings::Clock;
 use crate::service::{history, view};
 use crate::tables::{self, AttemptRow};
+use crate::{Error, Result};
 
 /// Jobs that succeeded or were cancelled and stay in the state.
 const KEPT_JOBS: usize = 16;
@@ -150,6 +151,22 @@ impl Owner {
         let mut failed = self.state.archivable().filter(|job| has_failed(job));
         let oldest = failed.next()?;
         (failed.count() >= KEPT_FAILED).then_some(oldest)
+    }
+
+    /// Keeps archives of jobs that the journal does not know from those that get their numbers.
+    pub(super) fn keep_unknown_archives(&self) -> Result<()> {
+        let (last, now) = (self.state.last_job(), self.now().unix_ms);
+        let kept = self.archives().set_aside_after(last, now);
+        let kept = kept.map_err(|error| Error::Internal(error.to_string()))?;
+        if kept > 0 {
+            let archives = self.options.data_dir.join("archive");
+            tracing::error!(
+                kept, last_job = %last, archives = %archives.display(),
+                "the journal has lost its end: there are archives of jobs that it does not know. They are kept \
+                 as *.unknown-{now}; what else was told after {last} is gone"
+            );
+        }
+        Ok(())
     }
 
     fn archives(&self) -> Archives {
