@@ -161,16 +161,22 @@ fn looking_at_a_directory_leaves_nothing_in_it_and_needs_no_leave_to_write() {
 async fn checks_at_the_same_time_do_not_take_each_other_for_damage() {
     let (_place, data_dir) = with_a_past().await;
     let together = std::sync::Barrier::new(4);
-    std::thread::scope(|scope| {
-        for _ in 0..4 {
-            scope.spawn(|| {
-                for _ in 0..5 {
-                    together.wait();
-                    let report = doctor::check(&data_dir).unwrap();
-                    let wrong = |finding: &doctor::Finding| finding.problem.contains("built anew");
-                    assert!(!report.findings.iter().any(wrong), "{report:?}");
-                }
-            });
-        }
+    // Asserted when all have ended: one that panics would leave the others waiting.
+    let look = || -> Vec<_> {
+        let looks = (0..5).map(|_| {
+            together.wait();
+            doctor::check(&data_dir)
+        });
+        looks.collect()
+    };
+    let reports: Vec<_> = std::thread::scope(|scope| {
+        let looking: Vec<_> = (0..4).map(|_| scope.spawn(look)).collect();
+        let looks = looking.into_iter().map(|looks| looks.join().unwrap());
+        looks.flatten().collect()
     });
+    for report in reports {
+        let report = report.unwrap();
+        let wrong = |finding: &doctor::Finding| finding.problem.contains("built anew");
+        assert!(!report.findings.iter().any(wrong), "{report:?}");
+    }
 }
