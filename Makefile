@@ -3,7 +3,7 @@ SHELL := /bin/bash
 CARGO ?= cargo
 CARGO_DENY := 0.20.2
 
-.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation check-kill check-chaos check-lost-coordinator check-kernels check-gpu-ops
+.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation check-kill check-chaos check-lost-coordinator check-kernels check-gpu-ops check-gpu-train
 
 build:
 	$(CARGO) build --release --locked --bin espalier
@@ -66,3 +66,6 @@ check-kernels:
 
 check-gpu-ops:
 	tests/checks/gpu-ops.sh
+
+check-gpu-train:
+	bench/gpu-train.sh

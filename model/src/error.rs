@@ -30,6 +30,18 @@ pub enum Error {
         /// What they are.
         element_type: ElementType,
     },
+    /// Elements that a GPU cannot read where they are.
+    #[error("the elements are in the host's memory, expected on a CUDA device: upload them first")]
+    NotOnDevice,
+    /// A device that there is no backend for.
+    #[error("there is no device {given:?}: expected cpu, cuda or cuda:0, cuda:1 and so on")]
+    UnknownDevice {
+        /// As given.
+        given: String,
+    },
+    /// What went wrong on a GPU.
+    #[error(transparent)]
+    Cuda(#[from] crate::ops::cuda::Error),
     /// Elements that a backend has no room for.
     #[error("the CPU backend holds f32 only, not {element_type}")]
     ElementType {

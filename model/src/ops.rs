@@ -3,7 +3,7 @@
 //! Each has a forward and an explicit backward. Gradients of activations come as new tensors; gradients of
 //! weights are *added* to those given, so that accumulation needs no second buffer. Activations are
 //! `(tokens, features)` with row `sequence * tokens_per_sequence + position`; weights are `(out, in)` as
-//! checkpoints store them. The CPU backend is in [`cpu`]; a CUDA backend implements the same trait.
+//! checkpoints store them. The CPU backend is in [`cpu`], that of NVIDIA GPUs in [`cuda`]; [`open`] chooses.
 //!
 //! Nothing in a training step asks for an answer on the host but [`Pending::read`]: tokens are brought once a
 //! batch, losses stay where they are made, and the update decides by itself about clipping. What does wait
@@ -16,12 +16,23 @@ mod tokens;
 
 use std::fmt::Debug;
 
-use espalier_arch::Attention;
+use espalier_arch::{Architecture, Attention};
 
-pub(crate) use tokens::HostTokens;
 pub use tokens::TokenBatch;
+pub(crate) use tokens::{CudaTokens, HostTokens};
 
-use crate::{ElementType, Result, Tensor};
+use crate::{Device, ElementType, Result, Tensor};
+
+/// The backend of `device`, with its own defaults.
+///
+/// # Errors
+/// When the device is a GPU that is not there, too old or full, or a library that it needs is missing.
+pub fn open(device: Device) -> Result<Box<dyn Operations>> {
+    Ok(match device {
+        Device::Cpu => Box::new(cpu::CpuOperations::new()),
+        Device::Cuda(index) => Box::new(cuda::CudaOperations::open(index, cuda::Options::default())?),
+    })
+}
 
 /// How the rows of an activation are divided into sequences of equal length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -201,6 +212,10 @@ pub trait Operations: Send + Sync + Debug {
     /// Bytes of one entry of an activation.
     fn activation_bytes(&self) -> usize {
         self.activation_type().bytes()
+    }
+    /// Makes ready what models of this shape need and takes a while, so that the first step is like the others.
+    fn prepare(&self, _architecture: &Architecture) -> Result<()> {
+        Ok(())
     }
 
     /// A tensor of zeros.

@@ -7,8 +7,10 @@
 mod pool;
 
 use std::fmt;
+use std::str::FromStr;
 use std::sync::Arc;
 
+use crate::ops::cuda;
 use crate::{Error, Result};
 
 pub(crate) use pool::Buffer;
@@ -28,6 +30,22 @@ impl fmt::Display for Device {
             Self::Cpu => formatter.write_str("cpu"),
             Self::Cuda(number) => write!(formatter, "cuda:{number}"),
         }
+    }
+}
+
+impl FromStr for Device {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let number = match text.split_once(':') {
+            None if text == "cpu" => return Ok(Self::Cpu),
+            None if text == "cuda" => Some(0),
+            Some(("cuda", number)) => number.parse().ok(),
+            _ => None,
+        };
+        number.map(Self::Cuda).ok_or_else(|| Error::UnknownDevice {
+            given: text.to_owned(),
+        })
     }
 }
 
@@ -63,6 +81,8 @@ impl fmt::Display for ElementType {
 #[derive(Debug, Clone)]
 enum Storage {
     Cpu(Arc<Buffer>),
+    /// A handle that keeps the buffer alive, and the device's number.
+    Cuda(cuda::Matrix, u32),
 }
 
 /// A `(rows, columns)` matrix, or a view of one.
@@ -115,10 +135,50 @@ impl Tensor {
         }
     }
 
+    /// A tensor over `matrix`'s elements on a CUDA device.
+    ///
+    /// # Errors
+    /// When they are neither f32 nor bf16.
+    pub(crate) fn on_cuda(matrix: cuda::Matrix, device: u32) -> Result<Self> {
+        let element_type = match matrix.element() {
+            cuda::Element::F32 => ElementType::F32,
+            cuda::Element::Bf16 => ElementType::Bf16,
+            cuda::Element::I32 | cuda::Element::F64 => {
+                return Err(Error::Shape {
+                    operation: "a tensor on the device",
+                    expected: "f32 or bf16".to_owned(),
+                    found: matrix.to_string(),
+                });
+            }
+        };
+        Ok(Self {
+            element_type,
+            offset: 0,
+            rows: matrix.rows(),
+            columns: matrix.columns(),
+            leading: matrix.leading(),
+            storage: Storage::Cuda(matrix, device),
+        })
+    }
+
+    /// The elements on their CUDA device.
+    ///
+    /// # Errors
+    /// When they are elsewhere.
+    pub(crate) fn cuda(&self) -> Result<cuda::Matrix> {
+        match &self.storage {
+            Storage::Cuda(matrix, _) => {
+                Ok(matrix.window(self.offset, self.rows, self.columns, self.leading)?)
+            }
+            Storage::Cpu(_) => Err(Error::NotOnDevice),
+        }
+    }
+
     /// Where the elements live.
     pub fn device(&self) -> Device {
         match self.storage {
             Storage::Cpu(_) => Device::Cpu,
+            Storage::Cuda(_, number) => Device::Cuda(number),
         }
     }
 
@@ -240,6 +300,8 @@ impl Tensor {
     pub fn shares_storage_with(&self, other: &Self) -> bool {
         match (&self.storage, &other.storage) {
             (Storage::Cpu(own), Storage::Cpu(others)) => Arc::ptr_eq(own, others),
+            (Storage::Cuda(own, _), Storage::Cuda(others, _)) => own.shares_buffer(others),
+            (Storage::Cpu(_), Storage::Cuda(..)) | (Storage::Cuda(..), Storage::Cpu(_)) => false,
         }
     }
 
@@ -297,4 +359,23 @@ fn element_count(rows: usize, columns: usize) -> Result<usize> {
             expected: "a size that fits the address space".to_owned(),
             found: format!("{rows} x {columns}"),
         })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+    use super::*;
+
+    #[test]
+    fn a_device_is_read_as_it_is_shown_and_others_are_refused_by_name() {
+        for device in [Device::Cpu, Device::Cuda(0), Device::Cuda(7)] {
+            assert_eq!(device.to_string().parse::<Device>().unwrap(), device);
+        }
+        assert_eq!("cuda".parse::<Device>().unwrap(), Device::Cuda(0));
+        for wrong in ["", "gpu", "cuda:", "cuda:-1", "cpu:0"] {
+            let error = wrong.parse::<Device>().unwrap_err().to_string();
+            assert!(error.contains("cuda:0"), "{error}");
+        }
+    }
 }

@@ -171,6 +171,7 @@ impl Trainer {
         steps: u32,
         activation_bytes: usize,
     ) -> Result<Self> {
+        operations.prepare(&model.architecture)?;
         Ok(Self {
             working: model.working_copy(operations.as_ref())?,
             gradients: model.zeros_like(operations.as_ref())?,

@@ -61,6 +61,7 @@ pub struct MlpWeights {
 
 /// Weights of one block. Mamba-2 and mixtures of experts will be variants of their own.
 #[derive(Debug, Clone)]
+#[allow(clippy::large_enum_variant)] // a model has tens, and each points at megabytes
 pub enum BlockWeights {
     /// Causal self-attention.
     Attention(AttentionWeights),

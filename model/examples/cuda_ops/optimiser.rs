@@ -48,7 +48,7 @@ pub(crate) fn check(harness: &mut Harness) -> Result<()> {
     }
     let optimiser = harness.device.optimiser(parameters)?;
     harness.device.set_step(&optimiser, step)?;
-    harness.device.update(&optimiser)?;
+    harness.device.update(&optimiser, &[])?;
     let squares: f64 = hosts.iter().flat_map(|host| &host[1]).map(|g| g * g).sum();
     let norm = 0.5 * squares.sqrt();
     let factor = 0.5 * (1.0 / (norm + 1e-6)).min(1.0);
@@ -116,7 +116,7 @@ fn not_finite(harness: &mut Harness, optimiser: &Optimiser) -> Result<()> {
     harness
         .device
         .cast(&parameter.gradient.narrow_columns(5, 1)?, &infinite)?;
-    harness.device.update(optimiser)?;
+    harness.device.update(optimiser, &[])?;
     let unchanged = harness.device.download(&parameter.value)? == before;
     harness.record("adamw", "not finite", unchanged, "was updated all the same");
     let left = harness.device.download(&parameter.gradient)?;
@@ -133,5 +133,15 @@ fn not_finite(harness: &mut Harness, optimiser: &Optimiser) -> Result<()> {
         norm.first().is_some_and(|n| !n.is_finite()),
         "does not say so",
     );
+    // Nor does a loss that is not, though the gradient is.
+    let gradient = harness
+        .device
+        .upload_f32(&vec![0.5; parameter.value.len()], 1, parameter.value.len())?;
+    let losses = [[1.0, 2.0], [f32::NAN, 3.0]].map(|losses| harness.device.upload_f32(&losses, 2, 1));
+    let [sound, unsound] = losses;
+    harness.device.cast(&parameter.gradient, &gradient)?;
+    harness.device.update(optimiser, &[sound?, unsound?])?;
+    let unchanged = harness.device.download(&parameter.value)? == before;
+    harness.record("adamw", "loss not finite", unchanged, "was updated all the same");
     Ok(())
 }

@@ -5,9 +5,10 @@
 //! and kept on disk; matrix products are cuBLASLt's. Activations and the weights that products read are bf16,
 //! sums, statistics, gradients of weights, master weights and moments f32.
 //!
-//! Operations are methods of [`CudaDevice`]. Each checks its operands, queues its kernels on the device's compute
-//! stream and returns; only downloads and [`CudaDevice::wait`] wait, with a deadline, after which the device is
-//! given up. No kernel uses atomics: the same operands give the same bits.
+//! [`CudaOperations`] is the operation set: it makes the results and calls the methods of [`CudaDevice`]. Each of
+//! those checks its operands, queues its kernels on the device's compute stream and returns; only downloads and
+//! [`CudaDevice::wait`] wait, with a deadline, after which the device is given up. No kernel uses atomics: the same
+//! operands give the same bits.
 
 mod arena;
 mod attention;
@@ -30,6 +31,7 @@ mod matrix;
 mod memory;
 mod norm;
 mod nvrtc;
+mod operations;
 mod optimiser;
 mod rope;
 mod self_check;
@@ -49,6 +51,7 @@ pub use loss::LogitGradient;
 pub use matmul::Onto;
 pub use matrix::{Element, Matrix};
 pub use norm::NormResidual;
+pub use operations::CudaOperations;
 pub use optimiser::{CudaParameter, CudaStep, Optimiser};
 pub use rope::{RopeAngles, Rotation};
 pub use stream::{Mark, Stream};

@@ -3,6 +3,7 @@
 //! Whoever makes a [`TokenBatch`] pays for bringing it to the device; afterwards no operation needs the host.
 
 use super::check;
+use super::cuda::{DeviceTokens, Matrix};
 use crate::{Error, Result};
 
 /// Tokens of one batch, and what its head should predict, from [`super::Operations::tokens`].
@@ -19,6 +20,16 @@ pub struct TokenBatch {
 #[derive(Debug)]
 enum Storage {
     Cpu(HostTokens),
+    Cuda(CudaTokens),
+}
+
+/// A batch on a CUDA device.
+#[derive(Debug)]
+pub(crate) struct CudaTokens {
+    /// The tokens, and their rows sorted by token.
+    pub(crate) ids: DeviceTokens,
+    /// What each row should predict, an i32 each, below 0 for none; as long as the targets given.
+    pub(crate) targets: Matrix,
 }
 
 /// What every backend makes its batch of.
@@ -94,6 +105,17 @@ impl TokenBatch {
         }
     }
 
+    /// A batch that was brought to a CUDA device.
+    pub(crate) fn on_cuda(tokens: CudaTokens, ids: &[u32], targets: Option<&[Option<u32>]>) -> Self {
+        Self {
+            ids: ids.len(),
+            targets: targets.map(<[_]>::len),
+            largest_id: ids.iter().copied().max(),
+            largest_target: targets.unwrap_or_default().iter().copied().flatten().max(),
+            storage: Storage::Cuda(tokens),
+        }
+    }
+
     /// Rows that have a token.
     pub fn rows(&self) -> usize {
         self.ids
@@ -106,6 +128,22 @@ impl TokenBatch {
     pub(crate) fn host(&self) -> Result<&HostTokens> {
         match &self.storage {
             Storage::Cpu(tokens) => Ok(tokens),
+            Storage::Cuda(_) => Err(Error::Shape {
+                operation: "tokens",
+                expected: "a batch in the host's memory".to_owned(),
+                found: "one on a CUDA device".to_owned(),
+            }),
+        }
+    }
+
+    /// The batch on its CUDA device.
+    ///
+    /// # Errors
+    /// When it is elsewhere.
+    pub(crate) fn cuda(&self) -> Result<&CudaTokens> {
+        match &self.storage {
+            Storage::Cuda(tokens) => Ok(tokens),
+            Storage::Cpu(_) => Err(Error::NotOnDevice),
         }
     }
 

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use espalier_arch::Attention;
+use espalier_arch::{Architecture, Attention};
 use espalier_model::ops::{
     AdamWParameter, AdamWStep, Axis, Head, HeadGradient, KvCache, Layout, Linear, LinearGradient, Losses,
     Operations, Pending, RopeTable, TokenBatch,
@@ -61,6 +61,7 @@ macro_rules! beating {
 }
 
 beating! {
+    prepare(architecture: &Architecture) -> ();
     zeros(rows: usize, columns: usize, element_type: ElementType) -> Tensor;
     upload(data: &[f32], rows: usize, columns: usize) -> Tensor;
     download(tensor: &Tensor) -> Vec<f32>;

@@ -13,7 +13,7 @@ use super::matmul::Matmuls;
 use super::matrix::{Element, Matrix, bytes_of};
 use super::memory::Pool;
 use super::stream::Stream;
-use super::transfer::{Plain, Staging};
+use super::transfer::{Landing, Plain, Staging};
 use super::{cache, library};
 
 /// The least compute capability that the kernels run on: bf16 and asynchronous copies (Ampere).
@@ -354,6 +354,12 @@ impl CudaDevice {
             }
             _ => Err(self.wrong("download", "the matrix", "bf16 or f32", matrix)),
         }
+    }
+
+    /// Begins to bring a row of at most 8 f64 to the host; does not wait.
+    pub(super) fn land(&self, row: &Matrix) -> Result<Landing> {
+        self.expect_row("land", "the row", row, Element::F64, row.len())?;
+        self.staging.land(row.address(), row.len())
     }
 
     /// The elements of an i32 row.

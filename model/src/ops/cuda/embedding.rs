@@ -21,7 +21,8 @@ pub struct DeviceTokens {
     /// The batch's rows, by token, then as they stand.
     rows: Matrix,
     count: Matrix,
-    vocabulary: usize,
+    /// What every token is below.
+    bound: usize,
 }
 
 /// The host's part of [`DeviceTokens`].
@@ -79,26 +80,53 @@ impl CudaDevice {
     /// Brings a batch's tokens to the device.
     ///
     /// # Errors
-    /// When one is not below `vocabulary`, or there is no memory.
-    pub fn tokens(&self, tokens: &[u32], vocabulary: usize) -> Result<DeviceTokens> {
-        let ids = checked_ids(tokens, vocabulary)?;
+    /// When one is not below `bound`, or there is no memory.
+    pub fn tokens(&self, tokens: &[u32], bound: usize) -> Result<DeviceTokens> {
+        self.tokens_with(tokens, bound, &[]).map(|(tokens, _)| tokens)
+    }
+
+    /// As [`CudaDevice::tokens`], and a row of i32 beside them, in one copy.
+    pub(super) fn tokens_with(
+        &self,
+        tokens: &[u32],
+        bound: usize,
+        beside: &[i32],
+    ) -> Result<(DeviceTokens, Matrix)> {
+        let ids = checked_ids(tokens, bound)?;
         let sorted = sort(&ids);
-        Ok(DeviceTokens {
-            ids: self.upload_i32(&ids)?,
-            unique: self.upload_i32(&sorted.unique)?,
-            starts: self.upload_i32(&sorted.starts)?,
-            rows: self.upload_i32(&sorted.rows)?,
-            count: self.upload_i32(&[sorted.count])?,
-            vocabulary,
-        })
+        let parts = [
+            ids.as_slice(),
+            &sorted.unique,
+            &sorted.starts,
+            &sorted.rows,
+            &[sorted.count],
+            beside,
+        ];
+        let all = self.upload_i32(&parts.concat())?;
+        let mut at = 0;
+        let mut next = |part: &[i32]| {
+            let row = all.narrow_columns(at, part.len());
+            at += part.len();
+            row
+        };
+        let [ids, unique, starts, rows, count, beside] = parts.map(&mut next);
+        let tokens = DeviceTokens {
+            ids: ids?,
+            unique: unique?,
+            starts: starts?,
+            rows: rows?,
+            count: count?,
+            bound,
+        };
+        Ok((tokens, beside?))
     }
 
     /// Overwrites `tokens` with another batch of the same length, in the order of the compute stream.
     ///
     /// # Errors
-    /// When the length differs or a token is not below the vocabulary.
+    /// When the length differs or a token is not below the bound.
     pub fn replace_tokens(&self, tokens: &DeviceTokens, with: &[u32]) -> Result<()> {
-        let ids = checked_ids(with, tokens.vocabulary)?;
+        let ids = checked_ids(with, tokens.bound)?;
         let sorted = sort(&ids);
         self.overwrite(&tokens.ids, &ids)?;
         self.overwrite(&tokens.unique, &sorted.unique)?;
@@ -114,7 +142,7 @@ impl CudaDevice {
     pub fn embedding(&self, table: &Matrix, tokens: &DeviceTokens, output: &Matrix) -> Result<()> {
         const NAME: &str = "embedding";
         let hidden = output.columns();
-        self.expect(NAME, "table", table, Element::Bf16, (tokens.vocabulary, hidden))?;
+        self.expect_table(NAME, table, tokens, (Element::Bf16, hidden))?;
         self.expect(NAME, "output", output, Element::Bf16, (tokens.len(), hidden))?;
         let vector = vector_width(&[Some(table), Some(output)]);
         let arguments = Arguments::new()
@@ -149,13 +177,7 @@ impl CudaDevice {
             Element::Bf16,
             (tokens.len(), hidden),
         )?;
-        self.expect(
-            NAME,
-            "grad_table",
-            grad_table,
-            Element::F32,
-            (tokens.vocabulary, hidden),
-        )?;
+        self.expect_table(NAME, grad_table, tokens, (Element::F32, hidden))?;
         let vector = vector_width(&[Some(grad_output), Some(grad_table)]);
         let arguments = Arguments::new()
             .matrix(grad_output)
@@ -171,17 +193,32 @@ impl CudaDevice {
             .get(kernel)?
             .launch("embedding_backward", grid, self.compute(), arguments)
     }
+
+    /// A table with a row for every token there may be.
+    fn expect_table(
+        &self,
+        name: &'static str,
+        table: &Matrix,
+        tokens: &DeviceTokens,
+        (element, hidden): (Element, usize),
+    ) -> Result<()> {
+        if table.rows() < tokens.bound {
+            let expected = format!("at least {} rows", tokens.bound);
+            return Err(self.wrong(name, "the table", &expected, table));
+        }
+        self.expect(name, "the table", table, element, (table.rows(), hidden))
+    }
 }
 
-fn checked_ids(tokens: &[u32], vocabulary: usize) -> Result<Vec<i32>> {
+fn checked_ids(tokens: &[u32], bound: usize) -> Result<Vec<i32>> {
     let check = |(row, &token): (usize, &u32)| {
-        let known = usize::try_from(token).is_ok_and(|token| token < vocabulary);
+        let known = usize::try_from(token).is_ok_and(|token| token < bound);
         i32::try_from(token)
             .ok()
             .filter(|_| known)
             .ok_or_else(|| Error::Operand {
                 operation: "tokens",
-                expected: format!("tokens below {vocabulary}"),
+                expected: format!("tokens below {bound}"),
                 found: format!("{token} in row {row}"),
             })
     };

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use super::driver::Address;
 use super::error::{Error, Result};
 use super::memory::{Buffer, Pool};
+use crate::ElementType;
 
 /// What a matrix's elements are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -59,6 +60,15 @@ pub struct Matrix {
 pub(super) fn bytes_of(element: Element, rows: usize, leading: usize) -> Option<u64> {
     let elements = rows.checked_mul(leading)?;
     u64::try_from(elements).ok()?.checked_mul(element.bytes())
+}
+
+impl From<ElementType> for Element {
+    fn from(element_type: ElementType) -> Self {
+        match element_type {
+            ElementType::F32 => Self::F32,
+            ElementType::Bf16 => Self::Bf16,
+        }
+    }
 }
 
 impl Matrix {
@@ -194,6 +204,75 @@ impl Matrix {
             leading: columns,
             ..self.clone()
         })
+    }
+
+    /// Rows of another form in the same buffer: the first begins `start` elements after this matrix's first, each
+    /// later one `leading` elements after the one before.
+    ///
+    /// # Errors
+    /// When the buffer ends before they do.
+    pub(crate) fn window(&self, start: usize, rows: usize, columns: usize, leading: usize) -> Result<Self> {
+        let span = match rows.checked_sub(1) {
+            None => Some(0),
+            Some(before) => before
+                .checked_mul(leading)
+                .and_then(|gaps| gaps.checked_add(columns)),
+        };
+        let offset = self.offset.checked_add(start);
+        let end = offset
+            .zip(span)
+            .and_then(|(offset, span)| offset.checked_add(span));
+        let bytes = end.and_then(|end| bytes_of(self.element, 1, end));
+        match (offset, bytes) {
+            (Some(offset), Some(bytes)) if bytes <= self.buffer.bytes() => Ok(Self {
+                offset,
+                rows,
+                columns,
+                leading,
+                ..self.clone()
+            }),
+            _ => Err(Error::Operand {
+                operation: "a view of a device matrix",
+                expected: format!("at most {} bytes", self.buffer.bytes()),
+                found: format!("{rows} x {columns}, {leading} from row to row, from element {start}"),
+            }),
+        }
+    }
+
+    /// The matrix whose rows are those of all `parts`, where they lie one right after the other.
+    pub(super) fn over_rows(parts: &[Self]) -> Option<Self> {
+        let first = parts.first()?;
+        let mut whole = first.clone();
+        for part in parts.iter().skip(1) {
+            let follows = part.shares_buffer(first)
+                && part.element == first.element
+                && part.columns == first.columns
+                && part.leading == first.leading
+                && part.offset == whole.offset + whole.rows * whole.leading;
+            if !follows {
+                return None;
+            }
+            whole.rows += part.rows;
+        }
+        Some(whole)
+    }
+
+    /// The matrix whose columns are those of all `parts`, where they lie side by side.
+    pub(super) fn over_columns(parts: &[Self]) -> Option<Self> {
+        let first = parts.first()?;
+        let mut whole = first.clone();
+        for part in parts.iter().skip(1) {
+            let follows = part.shares_buffer(first)
+                && part.element == first.element
+                && part.rows == first.rows
+                && part.leading == first.leading
+                && part.offset == whole.offset + whole.columns;
+            whole.columns += part.columns;
+            if !follows || whole.columns > whole.leading {
+                return None;
+            }
+        }
+        Some(whole)
     }
 
     fn outside(&self, what: &str, there: usize, start: usize, count: usize) -> Error {

@@ -56,6 +56,7 @@ pub struct Optimiser {
     count: usize,
     partial: Matrix,
     norm: Matrix,
+    report: Matrix,
     step: Matrix,
 }
 
@@ -69,6 +70,11 @@ impl Optimiser {
     /// gradients were multiplied with.
     pub fn norm(&self) -> &Matrix {
         &self.norm
+    }
+
+    /// f64 of 2, after an update: the sum of the losses, and the gradient norm before clipping.
+    pub(super) fn report(&self) -> &Matrix {
+        &self.report
     }
 }
 
@@ -110,6 +116,7 @@ impl CudaDevice {
             count,
             partial: self.matrix(Element::F64, 1, count)?,
             norm: self.matrix(Element::F32, 1, 2)?,
+            report: self.matrix(Element::F64, 1, 2)?,
             step: self.matrix(Element::F32, 1, 8)?,
         })
     }
@@ -134,13 +141,30 @@ impl CudaDevice {
         self.overwrite(&optimiser.step, &words)
     }
 
-    /// Updates every parameter by the step that was set. Gradients are left at zero. When their norm is not
-    /// finite nothing else changes.
+    /// Updates every parameter by the step that was set, unless the sum of `losses`, rows of f32, or the gradients'
+    /// norm is not finite: then nothing else changes. Gradients are left at zero either way.
     ///
     /// # Errors
     /// When the driver refuses.
-    pub fn update(&self, optimiser: &Optimiser) -> Result<()> {
+    pub fn update(&self, optimiser: &Optimiser, losses: &[Matrix]) -> Result<()> {
         let module = self.kernels.get(adamw_kernel())?;
+        let one = Grid::line(1, 1024);
+        let add = |losses: &Matrix, count: usize, add: bool| {
+            let arguments = Arguments::new()
+                .start(losses)
+                .int(count)
+                .start(&optimiser.report)
+                .int(usize::from(add));
+            module.launch("add_losses", one, self.compute(), arguments)
+        };
+        if losses.is_empty() {
+            // Of nothing: the sum is written all the same.
+            add(&optimiser.norm, 0, false)?;
+        }
+        for (index, losses) in losses.iter().enumerate() {
+            self.expect_row("adamw", "the losses", losses, Element::F32, losses.len())?;
+            add(losses, losses.len(), index > 0)?;
+        }
         let grid = Grid::line(optimiser.count, 256);
         let tables = || Arguments::new().start(&optimiser.table).start(&optimiser.chunks);
         module.launch(
@@ -153,14 +177,15 @@ impl CudaDevice {
             .start(&optimiser.partial)
             .int(optimiser.count)
             .start(&optimiser.step)
-            .start(&optimiser.norm);
-        module.launch("gradient_norm", Grid::line(1, 1024), self.compute(), norm)?;
+            .start(&optimiser.norm)
+            .start(&optimiser.report);
+        module.launch("gradient_norm", one, self.compute(), norm)?;
         let update = tables().start(&optimiser.step).start(&optimiser.norm);
         module.launch("adamw", grid, self.compute(), update)
     }
 }
 
-/// The update's three kernels.
+/// The update's four kernels.
 pub(super) fn adamw_kernel() -> Specialisation {
     let chunk = u32::try_from(CHUNK).unwrap_or(u32::MAX);
     Specialisation::new("adamw.cu", [("CHUNK", chunk.into())])

@@ -20,13 +20,28 @@ impl Plain for i32 {}
 impl Plain for u16 {}
 impl Plain for u8 {}
 
+/// Where the next upload into a piece may begin: kernels read no wider.
+const UPLOAD_ALIGNMENT: usize = 64;
+/// Numbers that one [`Landing`] holds.
+const LANDING: usize = 8;
+
 /// The page-locked memory that copies pass through.
 #[derive(Debug)]
 pub(super) struct Staging {
     context: Arc<Context>,
     stream: Arc<Stream>,
     deadline: Duration,
-    pieces: Mutex<Option<[Piece; 2]>>,
+    pieces: Mutex<Option<Pieces>>,
+    /// Memory of landings that were read.
+    landed: Arc<Mutex<Vec<HostMemory>>>,
+}
+
+/// Two pieces that are filled in turn. Small uploads lie one after the other in a piece, so that none waits for
+/// the device before both are full.
+#[derive(Debug)]
+struct Pieces {
+    both: [Piece; 2],
+    current: usize,
 }
 
 #[derive(Debug)]
@@ -34,6 +49,77 @@ struct Piece {
     memory: HostMemory,
     /// Of the last copy out of this piece to the device.
     read: Option<Mark>,
+    /// Bytes from the start that such copies may still read.
+    filled: usize,
+}
+
+impl Piece {
+    /// Waits until no copy reads it any more.
+    fn emptied(&mut self, deadline: Duration) -> Result<()> {
+        if let Some(mark) = self.read.take() {
+            mark.wait(deadline, "a copy to the device")?;
+        }
+        self.filled = 0;
+        Ok(())
+    }
+}
+
+impl Pieces {
+    /// A piece with room for `bytes`, at most [`PIECE`].
+    fn with_room(&mut self, bytes: usize, deadline: Duration) -> Result<&mut Piece> {
+        if self.both[self.current].filled + bytes > PIECE {
+            self.current = 1 - self.current;
+            self.both[self.current].emptied(deadline)?;
+        }
+        Ok(&mut self.both[self.current])
+    }
+}
+
+/// Numbers on their way to the host.
+#[derive(Debug)]
+pub(super) struct Landing {
+    memory: Option<HostMemory>,
+    count: usize,
+    mark: Mark,
+    deadline: Duration,
+    landed: Arc<Mutex<Vec<HostMemory>>>,
+}
+
+impl Landing {
+    /// Whether they are there, or never will be.
+    pub(super) fn is_there(&self) -> bool {
+        self.mark.is_reached().unwrap_or(true)
+    }
+
+    /// Waits for them.
+    ///
+    /// # Errors
+    /// When the work before fails or does not end in time.
+    pub(super) fn read(&self) -> Result<Vec<f64>> {
+        self.mark.wait(self.deadline, "the end of a step")?;
+        let mut numbers = vec![0.0_f64; self.count];
+        if let Some(memory) = &self.memory {
+            let bytes = size_of_val(numbers.as_slice());
+            debug_assert!(bytes <= memory.bytes());
+            // SAFETY: the copy into the memory has ended, it was made for that many numbers, and any bits are one.
+            unsafe {
+                std::ptr::copy_nonoverlapping(memory.start(), numbers.as_mut_ptr().cast::<u8>(), bytes);
+            }
+        }
+        Ok(numbers)
+    }
+}
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        let ended = self.mark.wait(self.deadline, "the end of a step").is_ok();
+        let mut landed = self.landed.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.memory.take() {
+            Some(memory) if ended => landed.push(memory),
+            // The copy may still be under way: the device was given up, and then nothing is freed.
+            memory => drop(memory),
+        }
+    }
 }
 
 impl Staging {
@@ -43,20 +129,65 @@ impl Staging {
             stream: stream.clone(),
             deadline,
             pieces: Mutex::default(),
+            landed: Arc::default(),
         }
     }
 
-    fn with_pieces<T>(&self, work: impl FnOnce(&mut [Piece; 2]) -> Result<T>) -> Result<T> {
+    fn with_pieces<T>(&self, work: impl FnOnce(&mut Pieces) -> Result<T>) -> Result<T> {
         let mut guard = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
-        let piece = || HostMemory::new(&self.context, PIECE).map(|memory| Piece { memory, read: None });
+        let piece = || {
+            HostMemory::new(&self.context, PIECE).map(|memory| Piece {
+                memory,
+                read: None,
+                filled: 0,
+            })
+        };
         let mut pieces = match guard.take() {
             Some(pieces) => pieces,
-            None => [piece()?, piece()?],
+            None => Pieces {
+                both: [piece()?, piece()?],
+                current: 0,
+            },
         };
         // After a failure nobody knows which copies are still under way: no piece may be used or freed again.
         let result = work(&mut pieces).inspect_err(|_| self.context.give_up());
         *guard = Some(pieces);
         result
+    }
+
+    /// Begins to bring `count` f64, at most 8, from `address` to the host, after everything queued so far and
+    /// before what is queued later. Does not wait.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub(super) fn land(&self, address: Address, count: usize) -> Result<Landing> {
+        if count > LANDING {
+            return Err(Error::Operand {
+                operation: "land",
+                expected: format!("at most {LANDING} numbers"),
+                found: count.to_string(),
+            });
+        }
+        let kept = self.landed.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let memory = match kept {
+            Some(memory) => memory,
+            None => HostMemory::new(&self.context, LANDING * size_of::<f64>())?,
+        };
+        self.context.bind()?;
+        let bytes = count * size_of::<f64>();
+        // SAFETY: the caller's buffer holds `count` numbers, the memory has room for them, and nobody touches it
+        // before the mark below is reached. When the driver refuses, nothing was queued.
+        check("cuMemcpyDtoHAsync", unsafe {
+            sys::cuMemcpyDtoHAsync_v2(memory.start().cast(), address, bytes, self.stream.raw().handle())
+        })?;
+        let mark = self.stream.mark().inspect_err(|_| self.context.give_up())?;
+        Ok(Landing {
+            memory: Some(memory),
+            count,
+            mark,
+            deadline: self.deadline,
+            landed: self.landed.clone(),
+        })
     }
 
     /// Copies `data` to `address` on the compute stream. Returns once `data` was read; later work sees it.
@@ -67,24 +198,23 @@ impl Staging {
         self.with_pieces(|pieces| {
             let elements = PIECE / size_of::<T>();
             let mut to = address;
-            for (index, chunk) in data.chunks(elements).enumerate() {
-                let piece = &mut pieces[index % 2];
-                if let Some(mark) = piece.read.take() {
-                    mark.wait(self.deadline, "a copy to the device")?;
-                }
+            for chunk in data.chunks(elements) {
                 let bytes = size_of_val(chunk);
-                let start = piece.memory.start();
-                debug_assert!(bytes <= piece.memory.bytes());
-                // SAFETY: a chunk is at most PIECE bytes, the piece's length; no copy uses the piece, which was
-                // waited for, and the two do not overlap.
+                let piece = pieces.with_room(bytes, self.deadline)?;
+                debug_assert!(piece.filled + bytes <= piece.memory.bytes());
+                // SAFETY: `with_room` left that many bytes after `filled`, all within the piece.
+                let start = unsafe { piece.memory.start().add(piece.filled) };
+                // SAFETY: no copy uses the piece from `filled` on: it was waited for when it was last emptied, and
+                // what is queued since reads what lies before. The two do not overlap.
                 unsafe { std::ptr::copy_nonoverlapping(chunk.as_ptr().cast::<u8>(), start, bytes) };
                 self.context.bind()?;
                 // SAFETY: the caller's buffer holds `data`'s bytes from `address` on and outlives the stream's
-                // work; the piece is not written before the mark below is reached.
+                // work; this part of the piece is not written before the mark below is reached.
                 check("cuMemcpyHtoDAsync", unsafe {
                     sys::cuMemcpyHtoDAsync_v2(to, start.cast(), bytes, self.stream.raw().handle())
                 })?;
                 piece.read = Some(self.stream.mark()?);
+                piece.filled = (piece.filled + bytes).next_multiple_of(UPLOAD_ALIGNMENT);
                 to += bytes as u64;
             }
             Ok(())
@@ -108,10 +238,8 @@ impl Staging {
             let mut from = address;
             let mut before: Option<(Mark, *mut u8, &mut [T])> = None;
             for (index, chunk) in result.chunks_mut(elements).enumerate() {
-                let piece = &mut pieces[index % 2];
-                if let Some(mark) = piece.read.take() {
-                    mark.wait(self.deadline, "a copy to the device")?;
-                }
+                let piece = &mut pieces.both[index % 2];
+                piece.emptied(self.deadline)?;
                 let bytes = size_of_val(chunk);
                 let start = piece.memory.start();
                 self.context.bind()?;

@@ -9,9 +9,12 @@
 // written here. Gradients are left at zero. When the norm is not finite nothing is updated, gradients are
 // zeroed, and norm[0] says so.
 //
+// report[0] is the sum of the step's losses, by `add_losses`, a launch for each row of them (`add` 0 at the first);
+// report[1] the norm. A loss that is not finite counts as a norm that is not.
+//
 // Parameters are cut into chunks of CHUNK elements (a multiple of 1024): `chunks[i]` names the parameter and
 // which chunk of it. Launch: `squares` and `adamw` one block of 256 threads a chunk, `gradient_norm` one
-// block of 1024. norm[0] is the gradient norm before clipping, norm[1] the factor c.
+// block of 1024, `add_losses` one of 1024. norm[0] is the gradient norm before clipping, norm[1] the factor c.
 
 #include "common.cuh"
 
@@ -80,14 +83,23 @@ squares(const Parameter* parameters, const Chunk* chunks, double* partial) {
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-gradient_norm(const double* partial, int count, const Step* step, float* norm) {
+add_losses(const float* losses, int count, double* report, int add) {
+    double sum = 0.0;
+    for (int i = threadIdx.x; i < count; i += 1024) sum += double(losses[i]);
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) report[0] = add != 0 ? report[0] + sum : sum;
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+gradient_norm(const double* partial, int count, const Step* step, float* norm, double* report) {
     double sum = 0.0;
     for (int i = threadIdx.x; i < count; i += 1024) sum += partial[i];
     sum = block_sum(sum);
     if (threadIdx.x != 0) return;
     const float length = float(sqrt(sum));
     const float scaled = length * step->gradient_scale;
-    norm[0] = scaled;
+    report[1] = double(scaled);
+    norm[0] = isfinite(report[0]) ? scaled : float(report[0]);
     norm[1] = step->gradient_scale * fminf(1.0f, step->clip / (scaled + 1e-6f));
 }
 
