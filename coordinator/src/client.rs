@@ -234,6 +234,11 @@ impl Client {
                 endpoint: self.endpoint.clone(),
                 message,
             },
+            // What a coordinator answers has no cause on this side: a connection that speaks something else has.
+            Code::Internal if std::error::Error::source(status).is_some() => Error::Unreachable {
+                endpoint: self.endpoint.clone(),
+                message,
+            },
             code => Error::Internal(format!("{call}: {message} ({code:?})")),
         }
     }
