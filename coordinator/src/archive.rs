@@ -258,6 +258,16 @@ impl Archives {
                 source,
             })?;
         }
+        if !unknown.is_empty() {
+            // Durable before another job gets such a number.
+            let path = self.directory.clone();
+            let synced = self.disk.sync_directory(&path);
+            synced.map_err(|source| Error::Io {
+                action: "rename in",
+                path,
+                source,
+            })?;
+        }
         Ok(unknown.len())
     }
 
