@@ -257,6 +257,13 @@ pub struct Recovery {
     /// A checkpoint is written every so many steps.
     #[schemars(range(min = 1))]
     pub checkpoint_steps: u64,
+    /// Devices that train one model together; fewer where the cluster has not so many.
+    #[schemars(range(min = 1))]
+    pub ranks: u32,
+    /// Parts into which the model is cut, each on a rank of its own: for models that one device cannot hold. Ranks
+    /// beyond that are replicas, which share out the batch.
+    #[schemars(range(min = 1))]
+    pub pipeline_stages: u32,
 }
 
 impl Default for Recovery {
@@ -270,6 +277,8 @@ impl Default for Recovery {
             betas: (0.9, 0.95),
             weight_decay: 0.0,
             checkpoint_steps: 50,
+            ranks: 1,
+            pipeline_stages: 1,
         }
     }
 }

@@ -358,6 +358,16 @@ pub struct Recipe {
     pub checkpoint_steps: u64,
     /// Orders the sequences.
     pub seed: u64,
+    /// Devices that train together, at the most; it changes the result no more than rounding does.
+    #[serde(default = "one")]
+    pub ranks: u32,
+    /// Parts into which the model is cut, each on a rank of its own.
+    #[serde(default = "one")]
+    pub pipeline_stages: u32,
+}
+
+fn one() -> u32 {
+    1
 }
 
 /// A trained student.
@@ -496,6 +506,8 @@ pub enum FailureKind {
     TooNoisy,
     /// What holds artifacts takes or gives nothing for now: it is full, read-only or away. Nobody's fault.
     Storage,
+    /// Another rank of the gang is gone or silent. Whose fault that is, its own attempt tells.
+    RankLost,
 }
 
 /// Why an attempt failed.

@@ -122,6 +122,8 @@ fn recover(parent: &ParentRef, ingested: &Ingested) -> Recover {
             weight_decay: 0.0,
             checkpoint_steps: 4,
             seed: 5,
+            ranks: 1,
+            pipeline_stages: 1,
         },
         resume: None,
     }

@@ -66,6 +66,8 @@ fn recovery(store: &Path) -> TaskSpec {
             weight_decay: 0.0,
             checkpoint_steps: 4,
             seed: 5,
+            ranks: 1,
+            pipeline_stages: 1,
         },
         resume: None,
     })

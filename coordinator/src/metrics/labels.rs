@@ -65,9 +65,10 @@ pub const FAILURE_NAMES: [&str; FAILURES] = [
     "hung",
     "too_noisy",
     "storage",
+    "rank_lost",
 ];
 /// How many there are.
-pub const FAILURES: usize = 7;
+pub const FAILURES: usize = 8;
 
 /// Where a failure's counter is.
 pub fn failure_index(kind: FailureKind) -> usize {
@@ -79,6 +80,7 @@ pub fn failure_index(kind: FailureKind) -> usize {
         FailureKind::Hung => 4,
         FailureKind::TooNoisy => 5,
         FailureKind::Storage => 6,
+        FailureKind::RankLost => 7,
     }
 }
 

@@ -102,6 +102,8 @@ impl<'a> Tail<'a> {
             weight_decay: recovery.weight_decay,
             checkpoint_steps: recovery.checkpoint_steps,
             seed: self.context.spec.seed,
+            ranks: recovery.ranks,
+            pipeline_stages: recovery.pipeline_stages,
         };
         let each = self.accepted.iter().map(|accepted| {
             let recover = Recover {

@@ -14,8 +14,10 @@ pub struct Class {
     pub device_kind: Name,
     /// Memory it has to have.
     pub memory_bytes: u64,
-    /// How many of them.
+    /// How many of them, at the most.
     pub ranks: u32,
+    /// Of which their number is a multiple.
+    pub rank_multiple: u32,
     /// Whether nothing else may run on their hosts.
     pub exclusive: bool,
 }
@@ -28,8 +30,21 @@ impl Class {
             device_kind: own.unwrap_or(&job.device_kind).clone(),
             memory_bytes: task.needs.memory_bytes,
             ranks: task.needs.ranks.max(1),
+            rank_multiple: task.needs.rank_multiple.max(1),
             exclusive: task.exclusive,
         }
+    }
+
+    /// Whether several devices run it together.
+    pub fn is_gang(&self) -> bool {
+        self.ranks > 1
+    }
+
+    /// Ranks of a gang where there are so many devices; none where they are too few for any.
+    pub fn ranks_of(&self, devices: u32) -> Option<u32> {
+        let most = self.ranks.min(devices);
+        let ranks = most - most.checked_rem(self.rank_multiple)?;
+        (ranks > 0).then_some(ranks)
     }
 }
 
@@ -239,7 +254,7 @@ fn completed(task: &Task) -> Vec<AttemptId> {
     use super::RankPhase;
     match &task.phase {
         TaskPhase::Done { attempt, .. } => {
-            let ranks = u64::from(task.needs.ranks.max(1));
+            let ranks = u64::from(task.formed_ranks.max(1));
             (0..ranks)
                 .map(|rank| AttemptId(attempt.0.saturating_add(rank)))
                 .collect()

@@ -9,6 +9,9 @@
 //!
 //! Tasks that ask for the same stand in one line: where one finds no place, the line is done. So a decision
 //! costs what is free and what is placed, however many wait.
+//!
+//! A gang takes as many devices as it asks for, or as many as the cluster has where that is fewer: workers that
+//! are away for a moment count as there, those that were lost do not.
 
 mod room;
 
@@ -33,7 +36,7 @@ pub fn place(state: &State, absent: &BTreeSet<WorkerId>, resting: &BTreeSet<Task
         events: Vec::new(),
     };
     while let Some((line, class, task)) = lines.first(state) {
-        let slots = if class.ranks > 1 {
+        let slots = if class.is_gang() {
             room.find_gang(class, task)
         } else {
             room.find(class, task).map(|slot| vec![slot])
@@ -45,7 +48,7 @@ pub fn place(state: &State, absent: &BTreeSet<WorkerId>, resting: &BTreeSet<Task
                 lines.advance(line);
             }
             None => {
-                if class.ranks > 1 {
+                if class.is_gang() {
                     room.hold_for_gang(class);
                 } else if class.exclusive {
                     room.hold_a_host(class);
@@ -134,7 +137,7 @@ impl Hand {
             });
             self.next = self.next.next();
         }
-        if class.ranks > 1 {
+        if class.is_gang() {
             self.events.push(Event::GangFormed {
                 task: task.id,
                 generation: task.generation.saturating_add(1),

@@ -23,6 +23,9 @@ pub struct Failures {
     /// Artifacts could not be stored or read for now.
     #[serde(default)]
     pub storage: u32,
+    /// A rank told that another one is gone.
+    #[serde(default)]
+    pub rank_lost: u32,
     /// The worker was lost.
     pub worker_lost: u32,
     /// The worker gave it up by itself, as when it drains. Free.
@@ -41,6 +44,7 @@ impl Failures {
             self.hung,
             self.too_noisy,
             self.storage,
+            self.rank_lost,
         ]
         .iter()
         .fold(0, |sum, count| sum.saturating_add(*count))
@@ -56,6 +60,7 @@ impl Failures {
             FailureKind::Hung => self.hung,
             FailureKind::TooNoisy => self.too_noisy,
             FailureKind::Storage => self.storage,
+            FailureKind::RankLost => self.rank_lost,
         }
     }
 
@@ -68,6 +73,7 @@ impl Failures {
             && self.hung >= earlier.hung
             && self.too_noisy >= earlier.too_noisy
             && self.storage >= earlier.storage
+            && self.rank_lost >= earlier.rank_lost
             && self.worker_lost >= earlier.worker_lost
             && self.handed_back >= earlier.handed_back
     }
@@ -81,6 +87,7 @@ impl Failures {
             FailureKind::Hung => &mut self.hung,
             FailureKind::TooNoisy => &mut self.too_noisy,
             FailureKind::Storage => &mut self.storage,
+            FailureKind::RankLost => &mut self.rank_lost,
         };
         *counter = counter.saturating_add(1);
     }
@@ -102,6 +109,8 @@ impl Budget {
             FailureKind::Error | FailureKind::Crashed | FailureKind::Hung | FailureKind::TooNoisy => 2,
             // As long as it takes: what was computed so far is worth more than an early end.
             FailureKind::Storage => u32::MAX,
+            // The host of a rank that says nothing any more is lost like a worker.
+            FailureKind::RankLost => Self::WORKER_LOST,
         }
     }
 
@@ -142,10 +151,10 @@ fn pause(times: u32) -> Duration {
 }
 
 /// Whether a failure speaks against the task or the worker: it is neither the input nor the measurement,
-/// nor what holds artifacts.
+/// nor what holds artifacts, nor another rank.
 pub(super) fn is_evidence(kind: FailureKind) -> bool {
     match kind {
         FailureKind::Error | FailureKind::Crashed | FailureKind::Hung | FailureKind::OutOfMemory => true,
-        FailureKind::Invalid | FailureKind::TooNoisy | FailureKind::Storage => false,
+        FailureKind::Invalid | FailureKind::TooNoisy | FailureKind::Storage | FailureKind::RankLost => false,
     }
 }

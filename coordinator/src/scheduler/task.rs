@@ -13,8 +13,10 @@ pub struct Needs {
     pub device_kind: Option<Name>,
     /// Memory a device has to have; 0 means any.
     pub memory_bytes: u64,
-    /// Devices that run it together, each its rank; at least 1.
+    /// Devices that run it together, each its rank; at least 1. Fewer where the cluster has not so many.
     pub ranks: u32,
+    /// The number of ranks is a multiple of this; at least 1.
+    pub rank_multiple: u32,
 }
 
 impl Default for Needs {
@@ -23,6 +25,7 @@ impl Default for Needs {
             device_kind: None,
             memory_bytes: 0,
             ranks: 1,
+            rank_multiple: 1,
         }
     }
 }
@@ -61,6 +64,9 @@ pub struct Task {
     /// How often its gang was formed.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub generation: u64,
+    /// Ranks of its gang as it was last formed; 0 for a task that never had one.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub formed_ranks: u32,
     /// What went wrong with it; none for most.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trouble: Option<Box<Trouble>>,
@@ -68,6 +74,10 @@ pub struct Task {
 
 fn is_false(value: &bool) -> bool {
     !value
+}
+
+fn is_none(ranks: &u32) -> bool {
+    *ranks == 0
 }
 
 fn is_zero(value: &u64) -> bool {

@@ -9,5 +9,6 @@ mod order;
 mod pains;
 #[cfg(feature = "planted-bugs")]
 mod planted;
+mod pliable_gangs;
 mod random;
 mod stories;

@@ -84,13 +84,21 @@ impl State {
             let gone = gone(&able, absent);
             return format!("waits for a worker with {wanted}: {gone}");
         }
-        let in_all: usize = usable.iter().map(|worker| devices(worker, class)).sum();
-        let ranks = usize::try_from(class.ranks).unwrap_or(usize::MAX);
-        if in_all < ranks {
-            return format!("waits for {wanted}: there are {in_all}");
-        }
-        if ranks > 1 {
-            return format!("waits until {wanted} are free together");
+        if class.is_gang() {
+            let count = |workers: &mut dyn Iterator<Item = &Worker>| {
+                u32::try_from(workers.map(|worker| devices(worker, class)).sum::<usize>()).unwrap_or(u32::MAX)
+            };
+            let in_all = count(&mut usable.iter().map(|worker| **worker));
+            // A gang waits for workers that are away for a moment rather than form without them.
+            let with_absent = count(&mut able.iter().copied().filter(|worker| worker.is_usable()));
+            return match class.ranks_of(with_absent) {
+                None => format!("waits for {wanted}: there are {in_all}"),
+                Some(ranks) if ranks > in_all => format!("waits for {wanted}: there are {in_all}"),
+                Some(ranks) => {
+                    let wanted = wanted_together(class, ranks);
+                    format!("waits until {wanted} are free together")
+                }
+            };
         }
         if class.exclusive {
             return format!("waits for a host with {wanted} and nothing else running");
@@ -108,7 +116,7 @@ impl State {
     /// host for itself.
     fn is_kept_from(&self, class: &Class, absent: &BTreeSet<WorkerId>) -> bool {
         let keeps = |other: &Class| {
-            other != class && other.device_kind == class.device_kind && (other.ranks > 1 || other.exclusive)
+            other != class && other.device_kind == class.device_kind && (other.is_gang() || other.exclusive)
         };
         let is_kept =
             self.index.waiting.keys().any(keeps) || self.index.hosts.values().any(|used| used.exclusive > 0);
@@ -124,7 +132,11 @@ impl State {
 
 /// What a task asks for: `2 cuda devices of 80.0 GiB`.
 fn wanted(class: &Class) -> String {
-    let devices = match class.ranks {
+    wanted_together(class, class.ranks)
+}
+
+fn wanted_together(class: &Class, ranks: u32) -> String {
+    let devices = match ranks {
         0 | 1 => format!("a {} device", class.device_kind),
         ranks => format!("{ranks} {} devices", class.device_kind),
     };

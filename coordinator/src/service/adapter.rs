@@ -123,8 +123,14 @@ fn needs(spec: &TaskSpec, parent_weights: u64) -> Needs {
         | TaskSpec::Export(_)
         | TaskSpec::Verify(_) => parent_weights,
     };
+    let (ranks, rank_multiple) = match spec {
+        TaskSpec::Recover(recover) => (recover.recipe.ranks, recover.recipe.pipeline_stages),
+        _ => (1, 1),
+    };
     Needs {
         memory_bytes,
+        ranks,
+        rank_multiple,
         ..Needs::default()
     }
 }

@@ -191,6 +191,8 @@ impl Recovery {
         for (name, value) in [
             ("batch_sequences", self.batch_sequences as u64),
             ("checkpoint_steps", self.checkpoint_steps),
+            ("ranks", u64::from(self.ranks)),
+            ("pipeline_stages", u64::from(self.pipeline_stages)),
         ] {
             if value == 0 {
                 return Err(SpecError::new(
@@ -198,6 +200,26 @@ impl Recovery {
                     "found 0, expected at least 1",
                 ));
             }
+        }
+        self.check_ranks()
+    }
+
+    fn check_ranks(&self) -> Result<(), SpecError> {
+        if !self.ranks.is_multiple_of(self.pipeline_stages) {
+            let message = format!(
+                "found {}, expected a multiple of recovery.pipeline_stages ({})",
+                self.ranks, self.pipeline_stages
+            );
+            return Err(SpecError::new("recovery.ranks", message));
+        }
+        let replicas = u64::from(self.ranks / self.pipeline_stages);
+        if (self.batch_sequences as u64) < replicas {
+            let message = format!(
+                "found {}, expected at least one sequence for each of {replicas} replicas (recovery.ranks over \
+                 recovery.pipeline_stages)",
+                self.batch_sequences
+            );
+            return Err(SpecError::new("recovery.batch_sequences", message));
         }
         Ok(())
     }

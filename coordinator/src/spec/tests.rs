@@ -152,6 +152,18 @@ fn impossible_values_are_refused_with_what_would_be_right() {
             "recovery.betas: found 1 values, expected 2",
         ),
         (
+            "recovery: {ranks: 0}",
+            "recovery.ranks: found 0, expected at least 1",
+        ),
+        (
+            "recovery: {ranks: 3, pipeline_stages: 2}",
+            "recovery.ranks: found 3, expected a multiple of recovery.pipeline_stages (2)",
+        ),
+        (
+            "recovery: {ranks: 8, pipeline_stages: 2, batch_sequences: 3}",
+            "recovery.batch_sequences: found 3, expected at least one sequence for each of 4 replicas",
+        ),
+        (
             "recovery: {clip: 0}",
             "recovery.clip: found 0, expected more than 0",
         ),

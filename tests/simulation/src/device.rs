@@ -71,8 +71,7 @@ impl World {
         let Some(nature) = nature else {
             return Err(format!("attempt {} was assigned without a task", lease.attempt));
         };
-        let gang = run.assign.gang.filter(|gang| gang.ranks > 1);
-        let gang = gang.map(|gang| {
+        let gang = run.assign.gang.map(|gang| {
             let key = GangKey {
                 task,
                 generation: gang.generation,

@@ -204,6 +204,12 @@ fn plan_stage(job: &JobShape, stage: &StageShape, index: usize) -> Result<StageP
             exclusive: stage.exclusive,
             needs: Needs {
                 ranks: stage.ranks,
+                // Some form with fewer, some only whole.
+                rank_multiple: match stage.ranks % 3 {
+                    0 => stage.ranks,
+                    1 => 1,
+                    _ => 2.min(stage.ranks),
+                },
                 ..Needs::default()
             },
         })

@@ -1,6 +1,6 @@
 //! What happens to an attempt.
 
-use espalier_proto::task::Failure;
+use espalier_proto::task::{Failure, FailureKind};
 
 use super::gang;
 use super::job::{line_up, step_out};
@@ -166,7 +166,9 @@ pub fn failed(state: &mut State, attempt: AttemptId, failure: &Failure, retry: b
         let trouble = task.trouble_mut();
         trouble.failures.count(failure.kind);
         trouble.last_failure = Some(failure.message.clone());
-        trouble.failed_on = Some(ended.worker);
+        if failure.kind != FailureKind::RankLost {
+            trouble.failed_on = Some(ended.worker);
+        }
         let known = trouble.evidence.iter().any(|known| known.worker == ended.worker);
         if is_evidence(failure.kind) && !known {
             trouble.evidence.push(Evidence {

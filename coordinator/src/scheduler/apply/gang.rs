@@ -13,6 +13,7 @@ pub fn formed(state: &mut State, id: TaskId, generation: u64, records: &[RankRec
         return;
     }
     step_out(state, id);
+    let ranks = u32::try_from(records.len()).unwrap_or(u32::MAX);
     let rank = |record: &RankRecord| Rank {
         attempt: record.attempt,
         phase: RankPhase::Preparing,
@@ -20,6 +21,7 @@ pub fn formed(state: &mut State, id: TaskId, generation: u64, records: &[RankRec
     };
     if let Some(task) = state.task_mut(id) {
         task.generation = generation;
+        task.formed_ranks = ranks;
         task.phase = TaskPhase::Gang(Box::new(Gang {
             generation,
             ranks: records.iter().map(rank).collect(),
@@ -29,7 +31,6 @@ pub fn formed(state: &mut State, id: TaskId, generation: u64, records: &[RankRec
         }));
     }
     mark_started(state, id, at);
-    let ranks = u32::try_from(records.len()).unwrap_or(u32::MAX);
     for (rank, record) in (0..).zip(records) {
         let place = GangPlace {
             generation,

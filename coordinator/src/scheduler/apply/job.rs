@@ -146,6 +146,7 @@ pub fn planned(state: &mut State, id: JobId, revision: u64, stages: &[StageRecor
                 needs: task.needs.clone(),
                 phase: TaskPhase::Waiting,
                 generation: 0,
+                formed_ranks: 0,
                 trouble: None,
             });
         }

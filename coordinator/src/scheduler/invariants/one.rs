@@ -121,9 +121,15 @@ fn whole(state: &State, task: &Task, gang: &Gang) -> Result<(), String> {
             task.id, gang.generation
         ))
     };
-    let ranks = usize::try_from(task.needs.ranks.max(1)).unwrap_or(usize::MAX);
-    if gang.ranks.len() != ranks {
-        return broken(format!("{} ranks of {ranks}", gang.ranks.len()));
+    let (ranks, most) = (gang.ranks.len(), task.needs.ranks);
+    let formed = u32::try_from(ranks).ok();
+    let fits =
+        |ranks: u32| (1..=most).contains(&ranks) && ranks.is_multiple_of(task.needs.rank_multiple.max(1));
+    if !formed.is_some_and(fits) || formed != Some(task.formed_ranks) {
+        return broken(format!(
+            "{ranks} ranks of {most}, formed with {}",
+            task.formed_ranks
+        ));
     }
     for rank in &gang.ranks {
         let held = state.attempt(rank.attempt);

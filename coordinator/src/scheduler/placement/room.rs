@@ -105,7 +105,7 @@ impl<'a> Room<'a> {
     pub fn find_gang(&mut self, class: &'a Class, task: &'a Task) -> Option<Vec<Slot>> {
         self.stock(class);
         let shelf = self.shelves.get(class.device_kind.as_str())?;
-        let ranks = usize::try_from(class.ranks).ok()?;
+        let ranks = usize::try_from(self.ranks_of_gang(class)?).ok()?;
         let mut slots: Vec<Slot> = shelf.all().filter(|slot| self.fits(*slot, class)).collect();
         if slots.len() < ranks {
             return None;
@@ -153,7 +153,9 @@ impl<'a> Room<'a> {
     /// Keeps what is free from those behind, if there are devices enough for the gang at all.
     pub fn hold_for_gang(&mut self, class: &'a Class) {
         let kind = class.device_kind.as_str();
-        if self.held.contains(kind) || self.devices_in_all(class) < class.ranks {
+        let there = self.devices(class, |worker| !self.absent.contains(&worker.id));
+        let is_enough = self.ranks_of_gang(class).is_some_and(|ranks| ranks <= there);
+        if self.held.contains(kind) || !is_enough {
             return;
         }
         self.held.insert(kind);
@@ -166,15 +168,16 @@ impl<'a> Room<'a> {
         }
     }
 
-    /// Devices that could run a rank of the gang, busy ones too.
-    fn devices_in_all(&self, class: &Class) -> u32 {
-        let able = |worker: &&Worker| worker.is_usable() && !self.absent.contains(&worker.id);
-        let devices = self
-            .state
-            .workers()
-            .filter(able)
-            .flat_map(|worker| &worker.devices);
-        let fitting = devices.filter(|device| {
+    /// As many as the gang asks for, or as the cluster has.
+    fn ranks_of_gang(&self, class: &Class) -> Option<u32> {
+        class.ranks_of(self.devices(class, |_| true))
+    }
+
+    /// Devices of usable workers that could run a rank of the gang, busy ones too.
+    fn devices(&self, class: &Class, counts: impl Fn(&Worker) -> bool) -> u32 {
+        let workers = self.state.workers();
+        let able = workers.filter(|worker| worker.is_usable() && counts(worker));
+        let fitting = able.flat_map(|worker| &worker.devices).filter(|device| {
             device.info.kind == class.device_kind && device.info.has_memory(class.memory_bytes)
         });
         u32::try_from(fitting.count()).unwrap_or(u32::MAX)

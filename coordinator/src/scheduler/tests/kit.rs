@@ -288,10 +288,17 @@ pub fn measurement(name: &str) -> StagePlan {
     measured
 }
 
-/// A stage of one task that `ranks` devices run together.
+/// A stage of one task that `ranks` devices run together, and no fewer.
 pub fn gang(name: &str, ranks: u32) -> StagePlan {
+    pliable_gang(name, ranks, ranks)
+}
+
+/// A stage of one task that `ranks` devices run together, or fewer in a multiple.
+pub fn pliable_gang(name: &str, ranks: u32, rank_multiple: u32) -> StagePlan {
     let mut gang = stage(name, 1);
-    gang.tasks.iter_mut().for_each(|task| task.needs.ranks = ranks);
+    for task in &mut gang.tasks {
+        (task.needs.ranks, task.needs.rank_multiple) = (ranks, rank_multiple);
+    }
     gang
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use espalier_proto::task::{Failure, FailureKind};
 use proptest::prelude::*;
 
-use super::kit::{Work, World, gang, introduction, measurement, stage};
+use super::kit::{Work, World, introduction, measurement, pliable_gang, stage};
 use crate::scheduler::{
     AttemptId, Command, Epoch, JobId, Lease, StagePlan, State, TaskId, TaskPhase, WorkerId,
 };
@@ -61,6 +61,7 @@ fn step() -> impl Strategy<Value = Step> {
         4 => Just(FailureKind::Crashed),
         4 => Just(FailureKind::TooNoisy),
         2 => Just(FailureKind::Storage),
+        2 => Just(FailureKind::RankLost),
         1 => Just(FailureKind::Invalid),
     ];
     let kind = prop_oneof![
@@ -206,7 +207,11 @@ fn plan(world: &mut World, history: &mut History, job: usize, kind: Kind, tasks:
     let planned: StagePlan = match kind {
         Kind::Plain => stage(&name, tasks),
         Kind::Measured => measurement(&name),
-        Kind::Gang => gang(&name, u32::try_from(tasks).unwrap() + 1),
+        Kind::Gang => {
+            let ranks = u32::try_from(tasks).unwrap() + 1;
+            // Some form with fewer, some in pairs, some only whole.
+            pliable_gang(&name, ranks, [1, 2, ranks][tasks % 3].min(ranks))
+        }
         Kind::InOutput => StagePlan {
             in_output: true,
             ..stage(&name, tasks)
