@@ -42,6 +42,9 @@ pub enum Error {
     /// What went wrong on a GPU.
     #[error(transparent)]
     Cuda(#[from] crate::ops::cuda::Error),
+    /// What went wrong between ranks.
+    #[error(transparent)]
+    Gang(#[from] crate::collective::Error),
     /// Elements that a backend has no room for.
     #[error("the CPU backend holds f32 only, not {element_type}")]
     ElementType {

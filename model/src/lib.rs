@@ -2,6 +2,7 @@
 
 pub mod block;
 pub mod checkpoint;
+pub mod collective;
 pub mod decode;
 mod error;
 pub mod export;
