@@ -10,7 +10,7 @@ use std::process::Command;
 
 use espalier_model::ops::cuda::{
     AttentionGradients, AttentionInputs, AttentionShape, CudaDevice, CudaOperations, CudaParameter, CudaStep,
-    Element, Error, Options, Result,
+    Element, Error, KernelNeeds, Options, Result, Version, compile_all,
 };
 use espalier_model::ops::{Head, Operations};
 use espalier_model::{ElementType, Tensor};
@@ -271,4 +271,24 @@ fn first_step() {
     assert!(matches!(refused, Error::Operand { .. }), "{refused}");
     assert_refused(Err::<(), _>(refused), "adamw", "a step of at least 1, found 0");
     set(1).unwrap();
+}
+
+#[test]
+fn an_older_toolkit_by_the_name_without_a_version_is_passed_over() {
+    let directory = tempfile::tempdir().unwrap();
+    let old = |name, source, macros: &[&str]| build(directory.path(), name, source, macros);
+    if build_device(directory.path())
+        && old("libnvrtc.so", COMPILER, &["-DVERSION=12040", "-DRESULT=6"])
+        && old("libcublasLt.so", PRODUCTS, &["-DVERSION=120400"])
+    {
+        passes_with("opens_and_compiles", directory.path(), &[]);
+    }
+}
+
+#[test]
+#[ignore = "runs in a process of its own, started by the others"]
+fn opens_and_compiles() {
+    CudaDevice::open(0, options()).unwrap();
+    let reports = compile_all(&KernelNeeds::default(), Version { major: 8, minor: 0 }).unwrap();
+    assert!(reports.len() > 10, "{reports:?}");
 }
