@@ -1,4 +1,4 @@
-//! What the CUDA backend does on the host, where there is no GPU: what it refuses.
+//! What the CUDA backend does on the host, where there is no GPU: what it refuses, and how long it waits.
 //!
 //! A driver, a compiler and a cuBLASLt that compute nothing (`false_device/`) are built with the machine's C compiler.
 //! Libraries are loaded once in a process, so each case runs this program again with them first on the loader's path.
@@ -7,6 +7,7 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use espalier_model::ops::cuda::{
     AttentionGradients, AttentionInputs, AttentionShape, CudaDevice, CudaOperations, CudaParameter, CudaStep,
@@ -291,4 +292,32 @@ fn opens_and_compiles() {
     CudaDevice::open(0, options()).unwrap();
     let reports = compile_all(&KernelNeeds::default(), Version { major: 8, minor: 0 }).unwrap();
     assert!(reports.len() > 10, "{reports:?}");
+}
+
+#[test]
+fn a_hung_kernel_ends_in_a_deadline_before_the_drivers_queue_is_full() {
+    passes("a_hung_kernel", &[("FALSE_HANG_FROM", "100")]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own, started by the others"]
+fn a_hung_kernel() {
+    let deadline = Duration::from_millis(50);
+    let device = CudaDevice::open(
+        0,
+        Options {
+            deadline,
+            ..options()
+        },
+    )
+    .unwrap();
+    let new = || device.zeros(Element::F32, 4, 4).unwrap();
+    let (target, source) = (new(), new());
+    let launch = |_| device.add_assign(&target, &source).err();
+    let error = (0..5000).find_map(launch).unwrap();
+    assert!(
+        matches!(error, Error::Deadline { waited, .. } if waited >= deadline),
+        "{error}"
+    );
+    assert!(matches!(device.wait(), Err(Error::Lost)));
 }

@@ -229,6 +229,7 @@ impl Handle {
         stream: &Stream,
     ) -> Result<()> {
         stream.raw().context().bind()?;
+        stream.make_room()?;
         if let Some(bias) = addresses.bias {
             plan.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
         }

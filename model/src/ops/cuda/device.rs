@@ -163,7 +163,7 @@ impl CudaDevice {
             });
         };
         library::matmul()?;
-        let compute = Arc::new(Stream::new(&context)?);
+        let compute = Arc::new(Stream::new(&context, options.deadline)?);
         let limit = options
             .memory_limit
             .unwrap_or_else(|| info.free.saturating_sub(RESERVE).max(LEAST_FREE / 2));
@@ -196,7 +196,7 @@ impl CudaDevice {
     /// # Errors
     /// When the driver refuses.
     pub fn new_stream(&self) -> Result<Stream> {
-        Stream::new(&self.context)
+        Stream::new(&self.context, self.options.deadline)
     }
 
     /// Bytes free on the device now, and in all.
