@@ -18,4 +18,4 @@ pub mod weights;
 
 pub use error::{Error, Result};
 pub use tensor::{Device, ElementType, Tensor};
-pub use weights::{AttentionWeights, BlockWeights, MlpWeights, Model};
+pub use weights::{AttentionWeights, BlockWeights, MlpWeights, Model, StageWeights};

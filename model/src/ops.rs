@@ -163,10 +163,15 @@ pub struct AdamWParameter<'a> {
     pub working: Option<&'a mut Tensor>,
 }
 
+/// Entries of one of the sums that [`Operations::measure`] gives: three f32 hold what an f64 does.
+pub const PARTS: usize = 3;
+/// Entries that [`Operations::measure`] gives: those of the losses, then those of the gradient's squares.
+pub const MEASURED: usize = 2 * PARTS;
+
 /// What an update found.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Updated {
-    /// Sum of every loss given.
+    /// Sum of every loss measured.
     pub loss: f64,
     /// Norm of the gradient over all parameters, before clipping.
     pub gradient_norm: f64,
@@ -237,6 +242,17 @@ pub trait Operations: Send + Sync + Debug {
     fn stack(&self, tensors: Vec<Tensor>) -> Result<Vec<Tensor>> {
         Ok(tensors)
     }
+    /// A new `(rows, columns)` tensor of `element_type` in which the elements of each tensor, which has no gaps,
+    /// lie one after the other from its place on; places rise, and what no tensor fills is 0.
+    fn flatten(
+        &self,
+        parts: &[(usize, &Tensor)],
+        rows: usize,
+        columns: usize,
+        element_type: ElementType,
+    ) -> Result<Tensor>;
+    /// Sets every element of tensors without gaps to 0.
+    fn clear(&self, tensors: &mut [&mut Tensor]) -> Result<()>;
     /// Rows or columns of `tensor` at `indices`, in that order, new.
     fn gather(&self, tensor: &Tensor, indices: &[usize], axis: Axis) -> Result<Tensor>;
 
@@ -381,13 +397,17 @@ pub trait Operations: Send + Sync + Debug {
     /// for the device.
     fn tile_products(&self, a: &Tensor, b: &Tensor, tile: usize) -> Result<Vec<f64>>;
 
-    /// Adds up `losses`, takes the norm of all gradients together, and makes one fused, clipped AdamW step of
-    /// every parameter; none where a loss or the norm is not finite. Gradients are left at zero either way.
-    /// Does not wait for the device.
+    /// What a step is judged by: the sum of `losses` and that of the squares of `gradients`, which are f32
+    /// without gaps. `(1, MEASURED)` in f32, so that ranks can gather each other's: both sums, [`PARTS`] entries
+    /// each, which added up in f64 give it to the last bit. Does not wait for the device.
+    fn measure(&self, gradients: &[&Tensor], losses: &[Tensor]) -> Result<Tensor>;
+    /// Adds up the rows of `measured`, one for each rank's share of a step by [`Operations::measure`], for the
+    /// step's loss and the gradient's norm, and makes one fused, clipped AdamW step of every parameter; none
+    /// where loss or norm are not finite. Gradients are left at zero either way. Does not wait for the device.
     fn update(
         &self,
         parameters: &mut [AdamWParameter<'_>],
         step: AdamWStep,
-        losses: &[Tensor],
+        measured: &Tensor,
     ) -> Result<Box<dyn Pending>>;
 }

@@ -249,6 +249,30 @@ impl Tensor {
         })
     }
 
+    /// `rows x columns` elements of a tensor without gaps, from its `start`th on, as a view of that shape.
+    ///
+    /// # Errors
+    /// When there are gaps or fewer elements.
+    pub fn window(&self, start: usize, rows: usize, columns: usize) -> Result<Self> {
+        let end = rows
+            .checked_mul(columns)
+            .and_then(|count| count.checked_add(start));
+        if !self.is_contiguous() || end.is_none_or(|end| end > self.len()) {
+            return Err(Error::Shape {
+                operation: "window",
+                expected: format!("{rows} x {columns} elements from {start} on, without gaps"),
+                found: format!("{} x {}", self.rows, self.columns),
+            });
+        }
+        Ok(Self {
+            offset: self.offset + start,
+            rows,
+            columns,
+            leading: columns,
+            ..self.clone()
+        })
+    }
+
     /// Every `step`-th row from row `first` on, as a view.
     ///
     /// # Errors

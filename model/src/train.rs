@@ -1,29 +1,42 @@
-//! Trains a student: distillation from its parent, or plain next-token prediction.
+//! Trains a student: distillation from its parent, or plain next-token prediction, on one rank or on many.
 //!
-//! The backward is explicit. Every block's input is kept; of the activations inside blocks only as much as
-//! the activation budget allows, from the last block down, and the other blocks are run once more when
-//! their turn comes. Both ways give the same bits. Data, batches and when to save are the caller's affair.
+//! The backward is explicit (`stage`). Data, batches and when to save are the caller's affair. On several ranks
+//! the student may be cut into stages (`pipeline`), and each stage held by several that see other data and share
+//! out its optimiser (`sharded`).
 //!
 //! A step asks the device for nothing until [`Step::read`]: losses stay where they are made, and the update
 //! decides by itself whether it may be applied.
 
+use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
 
 use espalier_arch::Architecture;
 use serde_json::json;
 
-use crate::block::{self, Context, RopeTables, Saved};
-use crate::ops::{
-    AdamWParameter, AdamWStep, Head, HeadGradient, Layout, Losses, Operations, Pending, RopeTable, TokenBatch,
-};
-use crate::runner::{block_parts, check_layout, next_token_targets};
+use crate::collective::Communicator;
+use crate::ops::{AdamWStep, Layout, Operations, Pending};
+use crate::weights::StageWeights;
 use crate::weights::file::{TensorFile, save_tensors};
 use crate::{Error, Model, Result, Tensor};
 
+mod grid;
+mod optimiser;
+mod order;
+mod pipeline;
 mod schedule;
+mod sharded;
+mod shards;
+pub mod split;
+mod stage;
 
+pub use grid::{Grid, Layers};
 pub use schedule::Schedule;
+
+use optimiser::{Optimiser, Whole};
+use pipeline::Line;
+use sharded::Sharded;
+use stage::{Stage, Taught};
 
 /// What the student is taught on a batch.
 #[derive(Debug, Clone, Copy)]
@@ -35,6 +48,8 @@ pub enum Objective<'a> {
         /// The parent's head, `(vocabulary, parent hidden)`.
         head: &'a Tensor,
     },
+    /// The same from the parent that the trainer holds, whose forward is run first.
+    FromParent,
     /// Cross-entropy of the next token within each sequence.
     NextToken,
 }
@@ -54,7 +69,7 @@ impl MicroBatch<'_> {
     /// Positions that have a loss.
     pub fn predictions(&self) -> usize {
         match self.objective {
-            Objective::Distil { .. } => self.layout.rows(),
+            Objective::Distil { .. } | Objective::FromParent => self.layout.rows(),
             Objective::NextToken => self.layout.sequences * self.layout.tokens.saturating_sub(1),
         }
     }
@@ -102,6 +117,8 @@ pub struct StepReport {
 pub struct Step {
     pending: Box<dyn Pending>,
     predictions: usize,
+    /// Every rank that had a share in it.
+    ranks: Option<Arc<dyn Communicator>>,
 }
 
 impl Step {
@@ -113,9 +130,11 @@ impl Step {
     /// Waits for the device.
     ///
     /// # Errors
-    /// When loss or gradient were not finite: then the student is as it was before the step.
+    /// When loss or gradient were not finite: then the student is as it was before the step. When a rank was lost
+    /// meanwhile: then the student may be anything.
     pub fn read(self) -> Result<StepReport> {
         let updated = self.pending.read()?;
+        self.ranks.map_or(Ok(()), |ranks| ranks.check())?;
         if !updated.is_applied() {
             let what = if updated.loss.is_finite() {
                 "the gradient's norm"
@@ -133,72 +152,142 @@ impl Step {
     }
 }
 
-/// A student with its gradients and AdamW moments.
+/// A student, or a stage of one, with its gradients and AdamW moments.
 #[derive(Debug)]
 pub struct Trainer {
-    operations: Arc<dyn Operations>,
-    /// The weights in f32.
-    model: Model,
-    /// What the blocks read, where the backend computes in a type of less precision.
-    working: Option<Model>,
-    gradients: Model,
-    first_moments: Model,
-    second_moments: Model,
+    stage: Stage,
+    optimiser: Optimiser,
+    grid: Option<Grid>,
+    parent: Option<Taught>,
     steps: u32,
     /// Of every batch since the last update.
     losses: Vec<Tensor>,
+    /// Whether this rank's gradients of the step are complete, and perhaps under way.
+    complete: bool,
     activation_bytes: usize,
-    rope: RopeTables,
 }
 
 impl Trainer {
-    /// A trainer of a copy of `student`. Activations inside blocks are kept up to `activation_bytes` in all;
-    /// 0 keeps none, `usize::MAX` all.
+    /// A trainer of a copy of `student` on one rank. Activations inside blocks are kept up to `activation_bytes`
+    /// in all; 0 keeps none, `usize::MAX` all.
     ///
     /// # Errors
     /// When the backend runs out of memory.
     pub fn new(operations: Arc<dyn Operations>, student: &Model, activation_bytes: usize) -> Result<Self> {
-        let model = student.to_owned_weights(operations.as_ref())?;
-        let zeros = || model.zeros_like(operations.as_ref());
-        let moments = (zeros()?, zeros()?);
-        Self::from_parts(operations, model, moments, 0, activation_bytes)
+        let student = StageWeights::whole(student)?;
+        Self::begin(operations, &student, None, activation_bytes)
+    }
+
+    /// This rank's share in training a copy of a student of which `student` is the rank's stage, the same on all
+    /// replicas. Every rank of the grid must join. Activations inside blocks are kept up to `activation_bytes`
+    /// on this rank.
+    ///
+    /// # Errors
+    /// When the stage is not the one that the grid has here, the backend runs out of memory, or a rank was lost.
+    pub fn join(
+        operations: Arc<dyn Operations>,
+        student: &StageWeights,
+        grid: Grid,
+        activation_bytes: usize,
+    ) -> Result<Self> {
+        Self::begin(operations, student, Some(grid), activation_bytes)
+    }
+
+    fn begin(
+        operations: Arc<dyn Operations>,
+        student: &StageWeights,
+        grid: Option<Grid>,
+        activation_bytes: usize,
+    ) -> Result<Self> {
+        if let Some(grid) = &grid {
+            grid.expect_stage(student)?;
+        }
+        let (optimiser, stage) = match grid.as_ref().and_then(Grid::shared) {
+            None => {
+                let masters = student.to_owned_weights(operations.as_ref())?;
+                let zeros = || masters.zeros_like(operations.as_ref());
+                let moments = [zeros()?, zeros()?];
+                whole(operations, masters, moments)?
+            }
+            Some((grid, replicas)) => {
+                let mut fresh = |bucket: &shards::Bucket| {
+                    sharded::fresh_state(operations.as_ref(), bucket, student, replicas.as_ref())
+                };
+                shared(&operations, student, grid, Arc::clone(&replicas), &mut fresh)?
+            }
+        };
+        Self::from_parts(stage, optimiser, grid, 0, activation_bytes)
     }
 
     fn from_parts(
-        operations: Arc<dyn Operations>,
-        model: Model,
-        (first_moments, second_moments): (Model, Model),
+        stage: Stage,
+        optimiser: Optimiser,
+        grid: Option<Grid>,
         steps: u32,
         activation_bytes: usize,
     ) -> Result<Self> {
-        operations.prepare(&model.architecture)?;
+        stage.operations.prepare(stage.weights.architecture())?;
         Ok(Self {
-            working: model.working_copy(operations.as_ref())?,
-            gradients: model.zeros_like(operations.as_ref())?,
-            operations,
-            model,
-            first_moments,
-            second_moments,
+            stage,
+            optimiser,
+            grid,
+            parent: None,
             steps,
             losses: Vec::new(),
+            complete: false,
             activation_bytes,
-            rope: RopeTables::default(),
         })
     }
 
-    /// The student as the blocks see it. A clone shares its weights, and must be dropped before the next step.
-    pub fn model(&self) -> &Model {
-        self.working.as_ref().unwrap_or(&self.model)
+    /// The same with a parent to distil from, whose forward is run for every batch of
+    /// [`Objective::FromParent`]. On several stages it is cut into as many, wherever that suits it.
+    ///
+    /// # Errors
+    /// When the stage is not the one that the grid has here, or its vocabulary is not the student's.
+    pub fn with_parent(self, parent: StageWeights) -> Result<Self> {
+        if let Some(grid) = &self.grid {
+            grid.expect_stage(&parent)?;
+        }
+        let (given, own) = (parent.architecture(), self.stage.weights.architecture());
+        if given.vocab_size != own.vocab_size {
+            return Err(Error::OutOfRange {
+                what: "the parent's vocabulary",
+                value: given.vocab_size,
+                expected: format!("{}, the student's", own.vocab_size),
+            });
+        }
+        self.stage.operations.prepare(given)?;
+        Ok(Self {
+            parent: Some(Taught::new(parent)),
+            ..self
+        })
+    }
+
+    /// The student's weights as the blocks see them: the stage of it that is here. A clone shares them, and must be
+    /// dropped before the next step.
+    pub fn weights(&self) -> &StageWeights {
+        &self.stage.weights
+    }
+
+    /// The student as the blocks see it. It shares its weights, and must be dropped before the next step.
+    ///
+    /// # Errors
+    /// When only a stage of it is here.
+    pub fn model(&self) -> Result<Model> {
+        self.stage.weights.clone().into_model()
     }
 
     /// The student, done with training, as the blocks see it.
-    pub fn into_model(self) -> Model {
-        self.working.unwrap_or(self.model)
+    ///
+    /// # Errors
+    /// When only a stage of it is here.
+    pub fn into_model(self) -> Result<Model> {
+        self.stage.weights.into_model()
     }
 
-    /// Gradients accumulated since the last update, in the student's own shape.
-    pub fn gradients(&self) -> &Model {
-        &self.gradients
+    /// Gradients accumulated on this rank since the last update, in the shape of the weights.
+    pub fn gradients(&self) -> &StageWeights {
+        &self.stage.gradients
     }
 
     /// Updates so far.
@@ -207,7 +296,7 @@ impl Trainer {
     }
 
     /// One step over `batches` together: the gradient of their mean loss, clipped, then AdamW. Waits for the
-    /// device; when it fails the student is as it was before.
+    /// device; when it fails the student is as it was before. For one rank: others' predictions count, too.
     ///
     /// # Errors
     /// When there is nothing to predict, shapes disagree, or loss or gradient are not finite.
@@ -217,9 +306,7 @@ impl Trainer {
         hyperparameters: &Hyperparameters,
     ) -> Result<StepReport> {
         let predictions: usize = batches.iter().map(MicroBatch::predictions).sum();
-        for batch in batches {
-            self.accumulate(batch, predictions)?;
-        }
+        self.accumulate_all(batches, predictions)?;
         let before = self.steps;
         let report = self.update(hyperparameters, predictions)?.read();
         if report.is_err() {
@@ -228,189 +315,100 @@ impl Trainer {
         report
     }
 
-    /// Adds the gradient of `batch`'s summed loss, divided by the whole step's `predictions`. On an error the
-    /// gradients accumulated so far are dropped.
+    /// Adds the gradient of `batch`'s summed loss, divided by the whole step's `predictions`, those of all ranks.
+    /// On an error the gradients accumulated so far are dropped, and other ranks are told to stop.
     ///
     /// # Errors
-    /// When there is nothing to predict or shapes disagree.
+    /// When there is nothing to predict, shapes disagree, or a rank was lost.
     pub fn accumulate(&mut self, batch: &MicroBatch<'_>, predictions: usize) -> Result<()> {
-        let accumulated = self.forward_backward(batch, predictions);
+        self.run(std::slice::from_ref(batch), predictions, false)
+    }
+
+    /// As [`Trainer::accumulate`] with all batches of this rank's step that are left, so that stages work on
+    /// several at a time, and what other ranks need of the gradients is under way before the last is written.
+    /// Stages of one replica must be given the same batches; replicas need not have as many.
+    ///
+    /// # Errors
+    /// As [`Trainer::accumulate`].
+    pub fn accumulate_all(&mut self, batches: &[MicroBatch<'_>], predictions: usize) -> Result<()> {
+        self.run(batches, predictions, true)
+    }
+
+    fn run(&mut self, batches: &[MicroBatch<'_>], predictions: usize, ends_step: bool) -> Result<()> {
+        if self.complete && self.grid.is_some() {
+            return Err(Error::OutOfRange {
+                what: "batches after the last of a step",
+                value: batches.len(),
+                expected: "an update first: the gradients are under way to other ranks".to_owned(),
+            });
+        }
+        self.complete = ends_step;
+        let operations = Arc::clone(&self.stage.operations);
+        let optimiser = &mut self.optimiser;
+        let mut line = Line {
+            stage: &mut self.stage,
+            parent: self.parent.as_ref(),
+            stages: self.grid.as_ref().and_then(|grid| grid.stages.as_deref()),
+            activation_bytes: self.activation_bytes,
+            sent: VecDeque::new(),
+        };
+        let accumulated = line.run(batches, predictions, &mut |what, gradients| match ends_step {
+            true => optimiser.written(operations.as_ref(), what, gradients),
+            false => Ok(()),
+        });
         match accumulated {
-            Ok(losses) => self.losses.push(losses),
+            Ok(losses) => self.losses.extend(losses),
             Err(error) => {
+                self.give_up();
                 self.losses.clear();
-                self.gradients = self.model.zeros_like(self.operations.as_ref())?;
+                self.complete = false;
+                self.stage.gradients = self.stage.weights.zeros_like(operations.as_ref())?;
                 return Err(error);
             }
         }
         Ok(())
     }
 
-    /// Summed loss of the batches accumulated since the last update, nats. Waits for the device.
+    /// Other ranks wait for what this one will not send.
+    fn give_up(&self) {
+        if let Some(grid) = &self.grid {
+            grid.all.abort();
+        }
+    }
+
+    /// Summed loss of this rank's batches accumulated since the last update, nats; 0 but on the last stage. Waits
+    /// for the device.
     ///
     /// # Errors
     /// When the device fails.
     pub fn summed_loss(&self) -> Result<f64> {
         let mut sum = 0.0;
         for losses in &self.losses {
-            let losses = self.operations.download(losses)?;
+            let losses = self.stage.operations.download(losses)?;
             sum += losses.into_iter().map(f64::from).sum::<f64>();
         }
         Ok(sum)
     }
 
-    fn forward_backward(&mut self, batch: &MicroBatch<'_>, predictions: usize) -> Result<Tensor> {
-        check_layout(batch.tokens, batch.layout)?;
-        if batch.predictions() == 0 || predictions == 0 {
-            return Err(Error::OutOfRange {
-                what: "tokens to predict",
-                value: 0,
-                expected: "at least one in every batch".to_owned(),
-            });
-        }
-        let operations = Arc::clone(&self.operations);
-        let targets = match batch.objective {
-            Objective::Distil { .. } => None,
-            Objective::NextToken => Some(next_token_targets(batch.tokens, batch.layout)),
-        };
-        let tokens = operations.tokens(batch.tokens, targets.as_deref())?;
-        let (inputs, mut saved, hidden) = self.forward(&tokens, batch.layout)?;
-        let (losses, mut grad) = self.loss(batch, &tokens, &hidden, predictions)?;
-        drop(hidden);
-        for (index, input) in inputs.into_iter().enumerate().rev() {
-            let model = self.working.as_ref().unwrap_or(&self.model);
-            let (shape, weights) = block_parts(model, index)?;
-            let table = self.rope.get(operations.as_ref(), shape, batch.layout.tokens)?;
-            let context = self.context(&*operations, batch.layout, table.as_deref());
-            let kept = match saved.pop().flatten() {
-                Some(kept) => kept,
-                None => block::forward_saving(context, shape, weights, &input)?.1,
-            };
-            if let Some(gradients) = self.gradients.blocks.get_mut(index) {
-                grad = block::backward(context, shape, weights, &input, kept, grad, gradients)?;
-            }
-        }
-        operations.embedding_backward(&grad, &tokens, &mut self.gradients.embedding)?;
-        Ok(losses)
-    }
-
-    /// Each block's input, what of its inside is kept, and the last block's output.
-    fn forward(
-        &self,
-        tokens: &TokenBatch,
-        layout: Layout,
-    ) -> Result<(Vec<Tensor>, Vec<Option<Saved>>, Tensor)> {
-        let (operations, model) = (self.operations.as_ref(), self.model());
-        let first_kept = self.first_kept_block(layout);
-        let blocks = model.blocks.len();
-        let (mut inputs, mut saved) = (Vec::with_capacity(blocks), Vec::with_capacity(blocks));
-        let mut hidden = operations.embedding(&model.embedding, tokens)?;
-        for index in 0..blocks {
-            let (shape, weights) = block_parts(model, index)?;
-            let table = self.rope.get(operations, shape, layout.tokens)?;
-            let context = self.context(operations, layout, table.as_deref());
-            let (output, kept) = block::forward_saving(context, shape, weights, &hidden)?;
-            inputs.push(hidden);
-            saved.push((index >= first_kept).then_some(kept));
-            hidden = output;
-        }
-        Ok((inputs, saved, hidden))
-    }
-
-    /// The last blocks are kept, because theirs are the activations that go first: when an earlier block is
-    /// run again, they are gone.
-    fn first_kept_block(&self, layout: Layout) -> usize {
-        let architecture = &self.model.architecture;
-        let mut left = self.activation_bytes;
-        for (index, block) in architecture.blocks.iter().enumerate().rev() {
-            let entry = self.operations.activation_bytes();
-            let bytes = block::saved_bytes(&block.shape, architecture.hidden, layout.rows(), entry);
-            match left.checked_sub(bytes) {
-                Some(rest) => left = rest,
-                None => return index + 1,
-            }
-        }
-        0
-    }
-
-    /// The losses, a row each, and the gradient of the last block's output.
-    fn loss(
-        &mut self,
-        batch: &MicroBatch<'_>,
-        tokens: &TokenBatch,
-        hidden: &Tensor,
-        predictions: usize,
-    ) -> Result<(Tensor, Tensor)> {
-        let operations = self.operations.as_ref();
-        let model = self.working.as_ref().unwrap_or(&self.model);
-        let epsilon = model.architecture.norm_epsilon;
-        let (normed, reciprocal) = operations.rms_norm(hidden, &model.final_norm, epsilon)?;
-        let head = Head {
-            hidden: &normed,
-            weight: model.head(),
-        };
-        let tied = &mut self.gradients.embedding;
-        #[allow(clippy::cast_possible_truncation)] // a factor needs no more than f32
-        let gradient = HeadGradient {
-            weight: self.gradients.head.as_mut().unwrap_or(tied),
-            scale: (1.0 / predictions as f64) as f32,
-        };
-        let Losses {
-            rows,
-            hidden_gradient,
-        } = match batch.objective {
-            Objective::Distil { hidden, head: weight } => {
-                operations.distillation(head, Head { hidden, weight }, Some(gradient))?
-            }
-            Objective::NextToken => operations.cross_entropy(head, tokens, Some(gradient))?,
-        };
-        let grad_normed = hidden_gradient.ok_or_else(|| Error::Shape {
-            operation: "loss",
-            expected: "the gradient that was asked for".to_owned(),
-            found: "none".to_owned(),
-        })?;
-        let grad_norm = &mut self.gradients.final_norm;
-        let weight = &model.final_norm;
-        let grad =
-            operations.rms_norm_backward(&grad_normed, hidden, weight, &reciprocal, None, grad_norm)?;
-        Ok((rows, grad))
-    }
-
-    /// One AdamW update with the gradients accumulated for a step of so many `predictions`. Does not wait for
-    /// the device: what came of it is in the [`Step`]. Where loss or gradient are not finite nothing is
-    /// updated. The gradients are left at zero either way.
+    /// One AdamW update with the gradients accumulated, on all ranks, for a step of so many `predictions`. Does not
+    /// wait for the device: what came of it is in the [`Step`], the same on every rank. Where loss or gradient are
+    /// not finite nothing is updated. The gradients are left at zero either way.
     ///
     /// # Errors
-    /// When a clone of the student still shares its weights.
+    /// When a clone of the student still shares its weights, or a rank was lost.
     pub fn update(&mut self, hyperparameters: &Hyperparameters, predictions: usize) -> Result<Step> {
         let step = self.steps.saturating_add(1);
-        let gradients = self.gradients.tensors_mut();
-        let moments = self
-            .first_moments
-            .tensors_mut()
-            .into_iter()
-            .zip(self.second_moments.tensors_mut());
-        let mut working = self.working.as_mut().map(Model::tensors_mut).unwrap_or_default();
-        working.reverse();
-        let values = self.model.tensors_mut().into_iter().zip(gradients);
-        let mut parameters = Vec::new();
-        for ((value, gradient), (first_moment, second_moment)) in values.zip(moments) {
-            // Vectors have no copy: the blocks read the value itself.
-            let working = working.pop().filter(|copy| !copy.shares_storage_with(value));
-            parameters.push(AdamWParameter {
-                value,
-                gradient,
-                first_moment,
-                second_moment,
-                working,
-            });
-        }
-        let pending = self
-            .operations
-            .update(&mut parameters, hyperparameters.at(step), &self.losses)?;
+        let (optimiser, grid) = (&mut self.optimiser, self.grid.as_ref());
+        let updated = optimiser.update(&mut self.stage, grid, hyperparameters.at(step), &self.losses);
+        let pending = updated.inspect_err(|_| self.give_up())?;
         self.losses.clear();
+        self.complete = false;
         self.steps = step;
-        Ok(Step { pending, predictions })
+        Ok(Step {
+            pending,
+            predictions,
+            ranks: self.grid.as_ref().map(|grid| Arc::clone(&grid.all)),
+        })
     }
 
     /// Writes weights, moments and the count of steps, exact to the bit, whole or not at all.
@@ -418,18 +416,26 @@ impl Trainer {
     /// # Errors
     /// When the file cannot be written.
     pub fn save(&self, path: &Path) -> Result<()> {
-        let parts = [
-            ("weight/", &self.model),
-            ("first_moment/", &self.first_moments),
-            ("second_moment/", &self.second_moments),
-        ];
+        let specs = self.stage.weights.specs();
+        let kept = self.optimiser.kept(&self.stage)?;
         let mut tensors = Vec::new();
-        for (prefix, model) in parts {
-            let named = model.named_tensors().into_iter();
-            tensors.extend(named.map(|(spec, tensor)| (format!("{prefix}{}", spec.name), tensor)));
+        for (which, prefix) in ["weight/", "first_moment/", "second_moment/"]
+            .into_iter()
+            .enumerate()
+        {
+            for kept in &kept {
+                if let (Some(spec), Some(tensor)) = (specs.get(kept.tensor), kept.state.get(which)) {
+                    // A part of a tensor says where it begins.
+                    let place = match kept.range.len() as u64 == spec.elements() {
+                        true => String::new(),
+                        false => format!("@{}", kept.range.start),
+                    };
+                    tensors.push((format!("{prefix}{}{place}", spec.name), tensor));
+                }
+            }
         }
-        let metadata = json!({ "architecture": self.model.architecture, "steps": self.steps });
-        save_tensors(path, &tensors, &metadata, self.operations.as_ref())
+        let metadata = json!({ "architecture": self.stage.weights.architecture(), "steps": self.steps });
+        save_tensors(path, &tensors, &metadata, self.stage.operations.as_ref())
     }
 
     /// Goes on from what [`Trainer::save`] wrote: the next step is what it would have been.
@@ -440,26 +446,41 @@ impl Trainer {
         let file = TensorFile::open(path)?;
         let architecture: Architecture = file.field("architecture")?;
         let part = |prefix| file.model(prefix, &architecture, operations.as_ref());
-        let (model, moments) = (
+        let (masters, moments) = (
             part("weight/")?,
-            (part("first_moment/")?, part("second_moment/")?),
+            [part("first_moment/")?, part("second_moment/")?],
         );
-        Self::from_parts(operations, model, moments, file.field("steps")?, activation_bytes)
+        let steps = file.field("steps")?;
+        let (optimiser, stage) = whole(operations, masters, moments)?;
+        Self::from_parts(stage, optimiser, None, steps, activation_bytes)
     }
+}
 
-    fn context<'a>(
-        &self,
-        operations: &'a dyn Operations,
-        layout: Layout,
-        rope: Option<&'a RopeTable>,
-    ) -> Context<'a> {
-        Context {
-            operations,
-            layout,
-            epsilon: self.model.architecture.norm_epsilon,
-            rope,
-        }
-    }
+/// The optimiser of one rank that has a stage to itself.
+fn whole(
+    operations: Arc<dyn Operations>,
+    masters: StageWeights,
+    moments: [StageWeights; 2],
+) -> Result<(Optimiser, Stage)> {
+    let gradients = masters.zeros_like(operations.as_ref())?;
+    let (whole, weights) = Whole::new(operations.as_ref(), masters, moments)?;
+    let stage = Stage::new(operations, weights, gradients);
+    Ok((Optimiser::Whole(whole), stage))
+}
+
+/// A share in the optimiser of a stage shaped as `shape`; `state` gives this rank's part of a bucket.
+fn shared(
+    operations: &Arc<dyn Operations>,
+    shape: &StageWeights,
+    grid: &Grid,
+    replicas: Arc<dyn Communicator>,
+    state: &mut dyn FnMut(&shards::Bucket) -> Result<[Tensor; 3]>,
+) -> Result<(Optimiser, Stage)> {
+    let gradients = shape.zeros_like(operations.as_ref())?;
+    let sharded = Sharded::new(operations.as_ref(), shape, grid, replicas, state)?;
+    let mut stage = Stage::new(Arc::clone(operations), shape.clone(), gradients);
+    sharded.spread(&mut stage)?;
+    Ok((Optimiser::Sharded(sharded), stage))
 }
 
 impl Hyperparameters {

@@ -5,13 +5,14 @@
 
 use espalier_arch::{Architecture, Attention, BlockShape, Candidate, Mlp};
 
-use crate::ops::Operations;
-use crate::{ElementType, Error, Result, Tensor};
+use crate::{Error, Result, Tensor};
 
 pub(crate) mod file;
+mod stage;
 mod tensors;
 
-pub(crate) use tensors::for_blocks;
+pub use stage::StageWeights;
+pub(crate) use tensors::{for_blocks, is_vector};
 
 /// Weights of one attention block.
 #[derive(Debug, Clone)]
@@ -179,38 +180,6 @@ impl Model {
             final_norm: self.final_norm.clone(),
             head: self.head.clone(),
         })
-    }
-
-    /// Contiguous f32 copies of every tensor that share nothing with this model, fit to be trained.
-    ///
-    /// # Errors
-    /// When the backend runs out of memory.
-    pub fn to_owned_weights(&self, operations: &dyn Operations) -> Result<Self> {
-        self.map(&mut |_, tensor| operations.copy_as(tensor, ElementType::F32))?
-            .stacked(operations)
-    }
-
-    /// A model of this shape with f32 zeros everywhere, for gradients and moments.
-    ///
-    /// # Errors
-    /// When the backend runs out of memory.
-    pub fn zeros_like(&self, operations: &dyn Operations) -> Result<Self> {
-        self.map(&mut |_, tensor| operations.zeros(tensor.rows(), tensor.columns(), ElementType::F32))?
-            .stacked(operations)
-    }
-
-    /// What blocks read of f32 weights: this model where the backend computes in f32, else copies of its
-    /// matrices in the backend's own type beside the vectors themselves.
-    ///
-    /// # Errors
-    /// When the backend runs out of memory.
-    pub(crate) fn working_copy(&self, operations: &dyn Operations) -> Result<Option<Self>> {
-        if operations.activation_type() == ElementType::F32 {
-            return Ok(None);
-        }
-        self.map(&mut |role, tensor| for_blocks(operations, role, tensor.clone()))?
-            .stacked(operations)
-            .map(Some)
     }
 
     /// Bytes of all tensors.

@@ -172,7 +172,10 @@ fn train(operations: &Arc<dyn Operations>, family: &str, distil: bool, activatio
             trainer.accumulate(&batch(index), predictions).unwrap();
         }
         if step == 0 {
-            gradients = elements(operations.as_ref(), trainer.gradients());
+            gradients = elements(
+                operations.as_ref(),
+                &trainer.gradients().clone().into_model().unwrap(),
+            );
         }
         let report = trainer
             .update(&hyperparameters, predictions)
@@ -182,7 +185,7 @@ fn train(operations: &Arc<dyn Operations>, family: &str, distil: bool, activatio
         losses.push(report.loss);
         norms.push(report.gradient_norm);
     }
-    let weights = elements(operations.as_ref(), trainer.model());
+    let weights = elements(operations.as_ref(), &trainer.model().unwrap());
     Run {
         losses,
         norms,
@@ -291,6 +294,13 @@ fn what_is_asked_seldom_is_the_same_on_a_gpu() {
                     .unwrap(),
             ),
             download(view.clone()),
+            {
+                let mut whole = operations.contiguous(&tensor).unwrap();
+                let flat = operations.flatten(&[(3, &whole)], 5, 100, element_type).unwrap();
+                operations.clear(&mut [&mut whole]).unwrap();
+                let window = flat.window(3, 24, 18).unwrap();
+                [download(flat), download(window), download(whole)].concat()
+            },
         ];
         let likeliest = operations.likeliest(&view).unwrap();
         let squares = operations.column_squares(&view).unwrap();

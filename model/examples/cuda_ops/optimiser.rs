@@ -48,7 +48,7 @@ pub(crate) fn check(harness: &mut Harness) -> Result<()> {
     }
     let optimiser = harness.device.optimiser(parameters)?;
     harness.device.set_step(&optimiser, step)?;
-    harness.device.update(&optimiser, &[])?;
+    measured_update(harness, &optimiser, &[])?;
     let squares: f64 = hosts.iter().flat_map(|host| &host[1]).map(|g| g * g).sum();
     let norm = 0.5 * squares.sqrt();
     let factor = 0.5 * (1.0 / (norm + 1e-6)).min(1.0);
@@ -106,6 +106,13 @@ pub(crate) fn check(harness: &mut Harness) -> Result<()> {
     not_finite(harness, &optimiser)
 }
 
+fn measured_update(harness: &Harness, optimiser: &Optimiser, losses: &[Matrix]) -> Result<()> {
+    let parameters = optimiser.parameters().iter();
+    let gradients: Vec<Matrix> = parameters.map(|parameter| parameter.gradient.clone()).collect();
+    let measured = harness.device.measure(&gradients, losses)?;
+    harness.device.update(optimiser, &measured)
+}
+
 /// A gradient that is not finite changes nothing but the gradients.
 fn not_finite(harness: &mut Harness, optimiser: &Optimiser) -> Result<()> {
     let Some(parameter) = optimiser.parameters().get(3) else {
@@ -116,7 +123,7 @@ fn not_finite(harness: &mut Harness, optimiser: &Optimiser) -> Result<()> {
     harness
         .device
         .cast(&parameter.gradient.narrow_columns(5, 1)?, &infinite)?;
-    harness.device.update(optimiser, &[])?;
+    measured_update(harness, optimiser, &[])?;
     let unchanged = harness.device.download(&parameter.value)? == before;
     harness.record("adamw", "not finite", unchanged, "was updated all the same");
     let left = harness.device.download(&parameter.gradient)?;
@@ -140,7 +147,7 @@ fn not_finite(harness: &mut Harness, optimiser: &Optimiser) -> Result<()> {
     let losses = [[1.0, 2.0], [f32::NAN, 3.0]].map(|losses| harness.device.upload_f32(&losses, 2, 1));
     let [sound, unsound] = losses;
     harness.device.cast(&parameter.gradient, &gradient)?;
-    harness.device.update(optimiser, &[sound?, unsound?])?;
+    measured_update(harness, optimiser, &[sound?, unsound?])?;
     let unchanged = harness.device.download(&parameter.value)? == before;
     harness.record("adamw", "loss not finite", unchanged, "was updated all the same");
     Ok(())

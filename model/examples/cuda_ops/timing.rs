@@ -130,7 +130,12 @@ fn optimiser(device: &CudaDevice) -> Result<()> {
         clip: 1.0,
     };
     device.set_step(&optimiser, step)?;
-    let ms = time(device, || device.update(&optimiser, &[]))?;
+    let parameters = optimiser.parameters().iter();
+    let gradients: Vec<_> = parameters.map(|parameter| parameter.gradient.clone()).collect();
+    let ms = time(device, || {
+        let measured = device.measure(&gradients, &[])?;
+        device.update(&optimiser, &measured)
+    })?;
     // Gradients are read twice; value, gradient and moments are read and written, the copy is written.
     let bytes = count as f64 * (4.0 + 8.0 * 4.0 + 2.0);
     println!(

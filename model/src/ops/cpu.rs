@@ -8,6 +8,7 @@ mod attention;
 mod attention_backward;
 mod cached;
 mod elementwise;
+mod flat;
 mod linear;
 mod loss;
 mod matmul;
@@ -76,6 +77,21 @@ impl Operations for CpuOperations {
 
     fn concatenate(&self, tensors: &[&Tensor]) -> Result<Tensor> {
         elementwise::concatenate(tensors)
+    }
+
+    fn flatten(
+        &self,
+        parts: &[(usize, &Tensor)],
+        rows: usize,
+        columns: usize,
+        element_type: ElementType,
+    ) -> Result<Tensor> {
+        Self::expect_f32(element_type)?;
+        flat::flatten(parts, rows, columns)
+    }
+
+    fn clear(&self, tensors: &mut [&mut Tensor]) -> Result<()> {
+        flat::clear(tensors)
     }
 
     fn gather(&self, tensor: &Tensor, indices: &[usize], axis: Axis) -> Result<Tensor> {
@@ -264,12 +280,16 @@ impl Operations for CpuOperations {
         statistics::tile_products(a, b, tile)
     }
 
+    fn measure(&self, gradients: &[&Tensor], losses: &[Tensor]) -> Result<Tensor> {
+        adamw::measure(gradients, losses)
+    }
+
     fn update(
         &self,
         parameters: &mut [AdamWParameter<'_>],
         step: AdamWStep,
-        losses: &[Tensor],
+        measured: &Tensor,
     ) -> Result<Box<dyn Pending>> {
-        Ok(Box::new(adamw::update(parameters, step, losses)?))
+        Ok(Box::new(adamw::update(parameters, step, measured)?))
     }
 }

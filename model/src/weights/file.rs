@@ -12,7 +12,7 @@ use espalier_arch::Architecture;
 use safetensors::{Dtype, View};
 use serde_json::Value;
 
-use super::{Model, for_blocks};
+use super::{Model, StageWeights, for_blocks};
 use crate::files;
 use crate::ops::Operations;
 use crate::{Error, Result, Tensor};
@@ -188,8 +188,8 @@ impl TensorFile {
         prefix: &str,
         architecture: &Architecture,
         operations: &dyn Operations,
-    ) -> Result<Model> {
-        Model::from_tensors(architecture, |spec| {
+    ) -> Result<StageWeights> {
+        StageWeights::build(architecture, 0..architecture.blocks.len(), |spec| {
             let (rows, columns) = super::tensors::matrix_shape(&spec.shape);
             self.read(&format!("{prefix}{}", spec.name), rows, columns, operations)
         })?

@@ -3,7 +3,7 @@
 
 use espalier_arch::{Architecture, BlockKind, BlockShape, Role, TensorSpec};
 
-use super::{AttentionWeights, BlockWeights, MlpWeights, Model};
+use super::{AttentionWeights, BlockWeights, MlpWeights, Model, StageWeights};
 use crate::ops::Operations;
 use crate::{Error, Result, Tensor};
 
@@ -100,6 +100,40 @@ impl BlockWeights {
         parts.into_iter().flatten().collect()
     }
 
+    /// What the block's tensors are for, those together that it reads together, in the order in which
+    /// [`Operations::stack`] lays them.
+    pub(crate) fn groups(&self) -> &'static [&'static [Role]] {
+        match self {
+            Self::Attention(_) => &[
+                &[Role::Query, Role::Key, Role::Value],
+                &[Role::Output],
+                &[Role::Norm],
+                &[Role::QueryBias, Role::KeyBias, Role::ValueBias],
+                &[Role::OutputBias],
+                &[Role::QueryNorm],
+                &[Role::KeyNorm],
+            ],
+            Self::Mlp(_) => &[
+                &[Role::Up, Role::Gate],
+                &[Role::Down],
+                &[Role::Norm],
+                &[Role::UpBias, Role::GateBias],
+                &[Role::DownBias],
+            ],
+        }
+    }
+
+    /// Lays tensors that the block reads together one after the other where the backend gains by it.
+    pub(super) fn stack(&mut self, operations: &dyn Operations) -> Result<()> {
+        for group in self.read_together() {
+            let tensors = group.iter().map(|tensor| (**tensor).clone()).collect();
+            for (tensor, stacked) in group.into_iter().zip(operations.stack(tensors)?) {
+                *tensor = stacked;
+            }
+        }
+        Ok(())
+    }
+
     /// Tensors of layers that read the same input, in the order in which the block hands them to
     /// [`Operations::linear_many`].
     fn read_together(&mut self) -> Vec<Vec<&mut Tensor>> {
@@ -140,7 +174,7 @@ impl BlockWeights {
     ///
     /// # Errors
     /// When the kind of block cannot be run yet, and those of `make`.
-    fn build(
+    pub(super) fn build(
         shape: &BlockShape,
         hidden: usize,
         mut make: impl FnMut(Role) -> Result<Tensor>,
@@ -187,47 +221,7 @@ impl Model {
         architecture: &Architecture,
         mut tensor: impl FnMut(&TensorSpec) -> Result<Tensor>,
     ) -> Result<Self> {
-        for block in &architecture.blocks {
-            if !matches!(block.shape, BlockShape::Attention(_) | BlockShape::Mlp(_)) {
-                return Err(Error::UnsupportedBlock {
-                    kind: block.shape.kind(),
-                });
-            }
-        }
-        let mut outside = [None, None, None];
-        let mut inside: Vec<Vec<(Role, Tensor)>> = vec![Vec::new(); architecture.blocks.len()];
-        for spec in architecture.tensors() {
-            let made = checked(&spec, tensor(&spec)?)?;
-            let [embedding, final_norm, head] = &mut outside;
-            match (spec.block, spec.role) {
-                (_, Role::Embedding) => *embedding = Some(made),
-                (_, Role::FinalNorm) => *final_norm = Some(made),
-                (_, Role::Head) => *head = Some(made),
-                (Some(block), role) => {
-                    if let Some(parts) = inside.get_mut(block) {
-                        parts.push((role, made));
-                    }
-                }
-                (None, _) => {}
-            }
-        }
-        let missing = |role| Error::MissingTensor { role };
-        let mut blocks = Vec::with_capacity(inside.len());
-        for (block, parts) in architecture.blocks.iter().zip(inside) {
-            blocks.push(BlockWeights::build(&block.shape, architecture.hidden, |role| {
-                let part = parts.iter().find(|(held, _)| *held == role);
-                part.map(|(_, tensor)| tensor.clone())
-                    .ok_or_else(|| missing(role))
-            })?);
-        }
-        let [embedding, final_norm, head] = outside;
-        Ok(Self {
-            architecture: architecture.clone(),
-            embedding: embedding.ok_or_else(|| missing(Role::Embedding))?,
-            blocks,
-            final_norm: final_norm.ok_or_else(|| missing(Role::FinalNorm))?,
-            head,
-        })
+        StageWeights::build(architecture, 0..architecture.blocks.len(), |spec| tensor(spec))?.into_model()
     }
 
     /// A model of this shape with small random matrices (uniform, standard deviation 0.02), ones for norms
@@ -274,24 +268,10 @@ impl Model {
         tensors
     }
 
-    /// The same shape with every tensor replaced by what `change` makes of it.
-    pub(super) fn map(&self, change: &mut dyn FnMut(Role, &Tensor) -> Result<Tensor>) -> Result<Self> {
-        let mut copy = self.clone();
-        for (tensor, (role, own)) in copy.tensors_mut().into_iter().zip(self.tensors()) {
-            *tensor = change(role, own)?;
-        }
-        Ok(copy)
-    }
-
     /// The same tensors, those that a block reads together stacked where the backend gains by it.
     pub(crate) fn stacked(mut self, operations: &dyn Operations) -> Result<Self> {
         for block in &mut self.blocks {
-            for group in block.read_together() {
-                let tensors = group.iter().map(|tensor| (**tensor).clone()).collect();
-                for (tensor, stacked) in group.into_iter().zip(operations.stack(tensors)?) {
-                    *tensor = stacked;
-                }
-            }
+            block.stack(operations)?;
         }
         Ok(self)
     }
@@ -306,7 +286,7 @@ pub(crate) fn for_blocks(operations: &dyn Operations, role: Role, tensor: Tensor
     operations.copy_as(&tensor, element_type)
 }
 
-fn is_vector(role: Role) -> bool {
+pub(crate) fn is_vector(role: Role) -> bool {
     let bias = matches!(
         role,
         Role::QueryBias
@@ -328,7 +308,7 @@ fn is_norm(role: Role) -> bool {
 }
 
 /// Rows and columns of a handle for a tensor of this shape: a vector is one row.
-pub(super) fn matrix_shape(shape: &[usize]) -> (usize, usize) {
+pub(crate) fn matrix_shape(shape: &[usize]) -> (usize, usize) {
     match shape {
         [] => (1, 1),
         [columns] => (1, *columns),
@@ -336,7 +316,7 @@ pub(super) fn matrix_shape(shape: &[usize]) -> (usize, usize) {
     }
 }
 
-fn checked(spec: &TensorSpec, tensor: Tensor) -> Result<Tensor> {
+pub(super) fn checked(spec: &TensorSpec, tensor: Tensor) -> Result<Tensor> {
     let (rows, columns) = matrix_shape(&spec.shape);
     if (tensor.rows(), tensor.columns()) == (rows, columns) {
         return Ok(tensor);
@@ -394,8 +374,36 @@ mod tests {
             };
             let biases = layers.iter().filter_map(|layer| layer.bias).collect();
             let read: [Vec<&Tensor>; 2] = [layers.iter().map(|layer| layer.weight).collect(), biases];
+            let held = copy.tensors();
+            let of_role = |role: &Role| held.iter().find(|(held, _)| held == role);
+            let grouped: Vec<Vec<&Tensor>> = block
+                .groups()
+                .iter()
+                .map(|roles| {
+                    roles
+                        .iter()
+                        .filter_map(of_role)
+                        .map(|(_, tensor)| *tensor)
+                        .collect()
+                })
+                .collect();
+            assert_eq!(grouped.concat().len(), held.len(), "every tensor is in one group");
             let stacked = block.read_together();
             assert_eq!(stacked.len(), 2);
+            for stacked in stacked.iter().filter(|stacked| !stacked.is_empty()) {
+                let group = grouped.iter().filter(|group| !group.is_empty());
+                let group = group
+                    .clone()
+                    .find(|group| group[0].shares_storage_with(stacked[0]))
+                    .unwrap();
+                assert_eq!(group.len(), stacked.len());
+                assert!(
+                    group
+                        .iter()
+                        .zip(stacked)
+                        .all(|(one, other)| one.shares_storage_with(other))
+                );
+            }
             for (stacked, read) in stacked.into_iter().zip(read) {
                 assert_eq!(stacked.len(), read.len());
                 for (stacked, read) in stacked.into_iter().zip(read) {

@@ -68,6 +68,10 @@ beating! {
     copy_as(tensor: &Tensor, element_type: ElementType) -> Tensor;
     concatenate(tensors: &[&Tensor]) -> Tensor;
     stack(tensors: Vec<Tensor>) -> Vec<Tensor>;
+    flatten(
+        parts: &[(usize, &Tensor)], rows: usize, columns: usize, element_type: ElementType
+    ) -> Tensor;
+    clear(tensors: &mut [&mut Tensor]) -> ();
     gather(tensor: &Tensor, indices: &[usize], axis: Axis) -> Tensor;
     tokens(ids: &[u32], targets: Option<&[Option<u32>]>) -> TokenBatch;
     embedding(table: &Tensor, tokens: &TokenBatch) -> Tensor;
@@ -108,5 +112,6 @@ beating! {
     distillation_many(students: &[Head<'_>], parent: Head<'_>) -> Vec<Tensor>;
     column_squares(x: &Tensor) -> Vec<f64>;
     tile_products(a: &Tensor, b: &Tensor, tile: usize) -> Vec<f64>;
-    update(parameters: &mut [AdamWParameter<'_>], step: AdamWStep, losses: &[Tensor]) -> Box<dyn Pending>;
+    measure(gradients: &[&Tensor], losses: &[Tensor]) -> Tensor;
+    update(parameters: &mut [AdamWParameter<'_>], step: AdamWStep, measured: &Tensor) -> Box<dyn Pending>;
 }

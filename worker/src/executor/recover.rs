@@ -138,7 +138,7 @@ impl Attempt<'_, '_> {
             }
         }
         let seconds = earlier_seconds + start.elapsed().as_secs_f64();
-        let trained = Arc::new(trainer.into_model());
+        let trained = Arc::new(trainer.into_model()?);
         let after = self.guard_loss(caches, Arc::clone(&trained))?;
         let kept_untrained = after.is_nan() || after > before;
         if kept_untrained {
@@ -204,7 +204,7 @@ impl Attempt<'_, '_> {
         let path = self.context.store.get_file(&checkpoint.trainer.0)?;
         let operations = Arc::clone(&self.context.operations);
         let trainer = Trainer::load(operations, &path, ACTIVATION_BYTES)?;
-        if trainer.model().architecture != untrained.architecture {
+        if *trainer.weights().architecture() != untrained.architecture {
             let reason = "it is of a model of another shape".to_owned();
             let artifact = checkpoint.trainer.to_string();
             return Err(Error::Content { artifact, reason });

@@ -1,12 +1,12 @@
 //! AdamW (1711.05101) with clipping: a pass over the gradients for their norm, and one over values, gradients
-//! and moments, shared out between threads.
+//! and moments, shared out between threads. Between the two other ranks' norms may come in.
 
 use rayon::prelude::*;
 
-use super::rows::{expect, expect_shape};
+use super::rows::{Rows, expect, expect_shape};
 use super::simd::{multiply_add, vectorised};
 use super::statistics;
-use crate::ops::{AdamWParameter, AdamWStep, Updated};
+use crate::ops::{AdamWParameter, AdamWStep, MEASURED, PARTS, Updated};
 use crate::{Result, Tensor};
 
 /// Elements of one piece of work.
@@ -63,24 +63,53 @@ vectorised! {
     }
 }
 
-/// The norm of all gradients and the sum of all losses, and one step where both are finite.
-pub(super) fn update(
-    parameters: &mut [AdamWParameter<'_>],
-    step: AdamWStep,
-    losses: &[Tensor],
-) -> Result<Updated> {
-    check(parameters, step)?;
+/// The sums of all losses and of the squares of all gradients.
+pub(super) fn measure(gradients: &[&Tensor], losses: &[Tensor]) -> Result<Tensor> {
     let (mut loss, mut squares) = (0.0, 0.0);
     for losses in losses {
         loss += statistics::sum(losses)?;
     }
-    for parameter in parameters.iter() {
-        squares += statistics::sum_of_squares(parameter.gradient)?;
+    for gradient in gradients {
+        squares += statistics::sum_of_squares(gradient)?;
     }
-    let updated = Updated {
+    Tensor::from_vec([split(loss), split(squares)].concat(), 1, MEASURED)
+}
+
+/// A sum as f32 parts, the largest first: each holds 24 of an f64's 53 bits.
+fn split(sum: f64) -> [f32; PARTS] {
+    let mut rest = sum;
+    [(); PARTS].map(|()| {
+        let part = rest as f32;
+        rest -= f64::from(part);
+        part
+    })
+}
+
+/// The step's loss and norm from every rank's measure.
+fn judge(measured: &Tensor) -> Result<Updated> {
+    expect_shape("update", "measured", measured, measured.rows(), MEASURED)?;
+    let rows = Rows::of(measured)?;
+    let (mut loss, mut squares) = (0.0, 0.0);
+    for index in 0..measured.rows() {
+        let (losses, gradients) = rows.row(index).split_at(PARTS);
+        let sum = |parts: &[f32]| parts.iter().rev().map(|part| f64::from(*part)).sum::<f64>();
+        loss += sum(losses);
+        squares += sum(gradients);
+    }
+    Ok(Updated {
         loss,
         gradient_norm: squares.sqrt(),
-    };
+    })
+}
+
+/// One step where what was measured is finite.
+pub(super) fn update(
+    parameters: &mut [AdamWParameter<'_>],
+    step: AdamWStep,
+    measured: &Tensor,
+) -> Result<Updated> {
+    check(parameters, step)?;
+    let updated = judge(measured)?;
     if !updated.is_applied() {
         for parameter in parameters {
             parameter.gradient.host_mut()?.fill(0.0);

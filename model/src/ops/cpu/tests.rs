@@ -4,6 +4,7 @@
 
 mod attention;
 mod elementwise;
+mod flat;
 mod linear;
 mod loss;
 mod optimiser;

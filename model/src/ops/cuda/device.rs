@@ -163,7 +163,7 @@ impl CudaDevice {
             });
         };
         library::matmul()?;
-        let compute = Arc::new(Stream::new(&context, options.deadline)?);
+        let compute = Arc::new(Stream::new(&context)?);
         let limit = options
             .memory_limit
             .unwrap_or_else(|| info.free.saturating_sub(RESERVE).max(LEAST_FREE / 2));
@@ -196,7 +196,7 @@ impl CudaDevice {
     /// # Errors
     /// When the driver refuses.
     pub fn new_stream(&self) -> Result<Stream> {
-        Stream::new(&self.context, self.options.deadline)
+        Stream::new(&self.context)
     }
 
     /// Bytes free on the device now, and in all.
@@ -272,6 +272,19 @@ impl CudaDevice {
         Matrix::new(buffer, element, rows, columns, columns)
     }
 
+    /// Sets every element of a contiguous matrix to 0, in the order of the compute stream.
+    ///
+    /// # Errors
+    /// When it has gaps or the driver refuses.
+    pub(super) fn clear(&self, matrix: &Matrix) -> Result<()> {
+        self.expect_row("clear", "the matrix", matrix, matrix.element(), matrix.len())?;
+        let bytes = bytes_of(matrix.element(), 1, matrix.len()).and_then(|bytes| usize::try_from(bytes).ok());
+        match bytes.unwrap_or_default() {
+            0 => Ok(()),
+            bytes => self.context.fill(matrix.address(), 0, bytes, self.compute.raw()),
+        }
+    }
+
     /// A contiguous f32 matrix with `data`, row by row.
     ///
     /// # Errors
@@ -336,8 +349,6 @@ impl CudaDevice {
     /// # Errors
     /// When that work fails or does not end in time.
     pub fn download(&self, matrix: &Matrix) -> Result<Vec<f32>> {
-        // Another device's work is not queued here: nothing would say that it has been done.
-        self.expect_float("download", "the matrix", matrix)?;
         let gapless = if matrix.is_contiguous() {
             matrix.clone()
         } else {
@@ -346,6 +357,7 @@ impl CudaDevice {
             copy
         };
         match gapless.element() {
+            Element::F32 => self.staging.download(gapless.address(), gapless.len()),
             Element::Bf16 => {
                 let bits: Vec<u16> = self.staging.download(gapless.address(), gapless.len())?;
                 Ok(bits
@@ -353,7 +365,7 @@ impl CudaDevice {
                     .map(|bits| half::bf16::from_bits(bits).to_f32())
                     .collect())
             }
-            _ => self.staging.download(gapless.address(), gapless.len()),
+            _ => Err(self.wrong("download", "the matrix", "bf16 or f32", matrix)),
         }
     }
 

@@ -146,6 +146,23 @@ impl Operations for CudaOperations {
         self.stacked(tensors)
     }
 
+    fn flatten(
+        &self,
+        parts: &[(usize, &Tensor)],
+        rows: usize,
+        columns: usize,
+        element_type: ElementType,
+    ) -> Result<Tensor> {
+        self.flattened(parts, rows, columns, element_type)
+    }
+
+    fn clear(&self, tensors: &mut [&mut Tensor]) -> Result<()> {
+        for tensor in tensors {
+            self.device.clear(&tensor.cuda()?)?;
+        }
+        Ok(())
+    }
+
     fn gather(&self, tensor: &Tensor, indices: &[usize], axis: Axis) -> Result<Tensor> {
         self.gathered(tensor, indices, axis)
     }
@@ -377,12 +394,19 @@ impl Operations for CudaOperations {
         self.products_of_tiles(a, b, tile)
     }
 
+    fn measure(&self, gradients: &[&Tensor], losses: &[Tensor]) -> Result<Tensor> {
+        let gradients = gradients.iter().map(|gradient| gradient.cuda());
+        let gradients = gradients.collect::<Result<Vec<_>>>()?;
+        let losses = losses.iter().map(Tensor::cuda).collect::<Result<Vec<_>>>()?;
+        self.tensor(self.device.measure(&gradients, &losses)?)
+    }
+
     fn update(
         &self,
         parameters: &mut [AdamWParameter<'_>],
         step: AdamWStep,
-        losses: &[Tensor],
+        measured: &Tensor,
     ) -> Result<Box<dyn Pending>> {
-        self.updated(parameters, step, losses)
+        self.updated(parameters, step, measured)
     }
 }

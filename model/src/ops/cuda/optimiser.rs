@@ -6,6 +6,7 @@ use super::error::{Error, Result};
 use super::launch::{Arguments, Grid};
 use super::matrix::{Element, Matrix};
 use super::source::Specialisation;
+use crate::ops::{MEASURED, PARTS};
 
 /// Elements of one block's work.
 const CHUNK: usize = 8192;
@@ -54,7 +55,6 @@ pub struct Optimiser {
     table: Matrix,
     chunks: Matrix,
     count: usize,
-    partial: Matrix,
     norm: Matrix,
     report: Matrix,
     step: Matrix,
@@ -72,7 +72,7 @@ impl Optimiser {
         &self.norm
     }
 
-    /// f64 of 2, after an update: the sum of the losses, and the gradient norm before clipping.
+    /// f64 of 2, after an update: the sum of the losses measured, and the gradient norm before clipping.
     pub(super) fn report(&self) -> &Matrix {
         &self.report
     }
@@ -105,8 +105,7 @@ impl CudaDevice {
             push_word(&mut table, parameter.working.as_ref().map_or(0, Matrix::address));
             push_word(&mut table, length as u64);
             push_word(&mut table, u64::from(parameter.decay.to_bits()));
-            let count = i32::try_from(length.div_ceil(CHUNK)).map_err(|_| too_large(length))?;
-            chunks.extend((0..count).flat_map(|chunk| [index, chunk]));
+            push_chunks(&mut chunks, index, length)?;
         }
         let count = chunks.len() / 2;
         Ok(Optimiser {
@@ -114,7 +113,6 @@ impl CudaDevice {
             table: self.upload_i32(&table)?,
             chunks: self.upload_i32(&chunks)?,
             count,
-            partial: self.matrix(Element::F64, 1, count)?,
             norm: self.matrix(Element::F32, 1, 2)?,
             report: self.matrix(Element::F64, 1, 2)?,
             step: self.matrix(Element::F32, 1, 8)?,
@@ -124,15 +122,8 @@ impl CudaDevice {
     /// Sets the hyperparameters of the next updates, in the order of the compute stream.
     ///
     /// # Errors
-    /// When the step is 0, whose moments no correction makes right, or the driver refuses.
+    /// When the driver refuses.
     pub fn set_step(&self, optimiser: &Optimiser, step: CudaStep) -> Result<()> {
-        if step.step == 0 {
-            return Err(Error::Operand {
-                operation: "adamw",
-                expected: "a step of at least 1".to_owned(),
-                found: step.step.to_string(),
-            });
-        }
         // In f64: 1 − β^t loses half its digits in f32 where β is near 1.
         let correction = |beta: f32| (1.0 - f64::from(beta).powf(f64::from(step.step))) as f32;
         let words = [
@@ -148,54 +139,86 @@ impl CudaDevice {
         self.overwrite(&optimiser.step, &words)
     }
 
-    /// Updates every parameter by the step that was set, unless the sum of `losses`, rows of f32, or the gradients'
-    /// norm is not finite: then nothing else changes. Gradients are left at zero either way.
+    /// The sums of `losses`, rows of f32, and of the squares of `gradients`, f32 without gaps: f32 of
+    /// [`MEASURED`], each sum as [`PARTS`] entries that add up to it in f64.
     ///
     /// # Errors
-    /// When the driver refuses.
-    pub fn update(&self, optimiser: &Optimiser, losses: &[Matrix]) -> Result<()> {
+    /// When an operand does not fit, or the driver refuses.
+    pub fn measure(&self, gradients: &[Matrix], losses: &[Matrix]) -> Result<Matrix> {
+        const NAME: &str = "measure";
+        let mut table: Vec<i32> = Vec::new();
+        let mut chunks: Vec<i32> = Vec::new();
+        for (index, gradient) in (0_i32..).zip(gradients) {
+            self.expect_row(NAME, "the gradient", gradient, Element::F32, gradient.len())?;
+            push_word(&mut table, gradient.address());
+            push_word(&mut table, gradient.len() as u64);
+            push_chunks(&mut chunks, index, gradient.len())?;
+        }
+        let count = chunks.len() / 2;
+        let (table, chunks) = (self.upload_i32(&table)?, self.upload_i32(&chunks)?);
+        let partial = self.matrix(Element::F64, 1, count)?;
+        let loss = self.zeros(Element::F64, 1, 1)?;
         let module = self.kernels.get(adamw_kernel())?;
-        let one = Grid::line(1, 1024);
-        let add = |losses: &Matrix, count: usize, add: bool| {
-            let arguments = Arguments::new()
-                .start(losses)
-                .int(count)
-                .start(&optimiser.report)
-                .int(usize::from(add));
-            module.launch("add_losses", one, self.compute(), arguments)
-        };
-        if losses.is_empty() {
-            // Of nothing: the sum is written all the same.
-            add(&optimiser.norm, 0, false)?;
+        for losses in losses {
+            self.expect_row(NAME, "the losses", losses, Element::F32, losses.len())?;
+            let arguments = Arguments::new().start(losses).int(losses.len()).start(&loss);
+            module.launch("add_losses", Grid::line(1, 1024), self.compute(), arguments)?;
         }
-        for (index, losses) in losses.iter().enumerate() {
-            self.expect_row("adamw", "the losses", losses, Element::F32, losses.len())?;
-            add(losses, losses.len(), index > 0)?;
+        if count > 0 {
+            let squares = Arguments::new().start(&table).start(&chunks).start(&partial);
+            module.launch("squares", Grid::line(count, 256), self.compute(), squares)?;
         }
-        let grid = Grid::line(optimiser.count, 256);
-        let tables = || Arguments::new().start(&optimiser.table).start(&optimiser.chunks);
-        module.launch(
-            "squares",
-            grid,
-            self.compute(),
-            tables().start(&optimiser.partial),
-        )?;
+        let measured = self.matrix(Element::F32, 1, MEASURED)?;
+        let sums = Arguments::new()
+            .start(&partial)
+            .int(count)
+            .start(&loss)
+            .start(&measured);
+        module.launch("add_squares", Grid::line(1, 1024), self.compute(), sums)?;
+        Ok(measured)
+    }
+
+    /// Updates every parameter by the step that was set, unless what was measured, a row of [`MEASURED`] for each
+    /// rank, is not finite: then nothing else changes. Gradients are left at zero either way.
+    ///
+    /// # Errors
+    /// When an operand does not fit, or the driver refuses.
+    pub fn update(&self, optimiser: &Optimiser, measured: &Matrix) -> Result<()> {
+        const NAME: &str = "adamw";
+        let ranks = measured.rows();
+        self.expect(NAME, "measured", measured, Element::F32, (ranks, MEASURED))?;
+        self.expect_row(NAME, "measured", measured, Element::F32, ranks * MEASURED)?;
+        let module = self.kernels.get(adamw_kernel())?;
         let norm = Arguments::new()
-            .start(&optimiser.partial)
-            .int(optimiser.count)
+            .start(measured)
+            .int(ranks)
             .start(&optimiser.step)
             .start(&optimiser.norm)
             .start(&optimiser.report);
-        module.launch("gradient_norm", one, self.compute(), norm)?;
-        let update = tables().start(&optimiser.step).start(&optimiser.norm);
-        module.launch("adamw", grid, self.compute(), update)
+        module.launch("gradient_norm", Grid::line(1, 32), self.compute(), norm)?;
+        if optimiser.count == 0 {
+            return Ok(());
+        }
+        let update = Arguments::new()
+            .start(&optimiser.table)
+            .start(&optimiser.chunks)
+            .start(&optimiser.step)
+            .start(&optimiser.norm);
+        module.launch("adamw", Grid::line(optimiser.count, 256), self.compute(), update)
     }
 }
 
-/// The update's four kernels.
+/// Which pieces of a parameter there are, for the blocks that take one each.
+fn push_chunks(chunks: &mut Vec<i32>, parameter: i32, length: usize) -> Result<()> {
+    let count = i32::try_from(length.div_ceil(CHUNK)).map_err(|_| too_large(length))?;
+    chunks.extend((0..count).flat_map(|chunk| [parameter, chunk]));
+    Ok(())
+}
+
+/// The update's kernels.
 pub(super) fn adamw_kernel() -> Specialisation {
-    let chunk = u32::try_from(CHUNK).unwrap_or(u32::MAX);
-    Specialisation::new("adamw.cu", [("CHUNK", chunk.into())])
+    let number = |number: usize| u32::try_from(number).unwrap_or(u32::MAX).into();
+    Specialisation::new("adamw.cu", [("CHUNK", number(CHUNK)), ("PARTS", number(PARTS))])
 }
 
 /// 8 bytes as they lie in memory, the low half first.

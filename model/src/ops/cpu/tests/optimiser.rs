@@ -35,8 +35,10 @@ impl Parameter {
 }
 
 fn update(parameters: &mut [Parameter], step: AdamWStep, losses: &[Tensor]) -> Updated {
+    let gradients: Vec<&Tensor> = parameters.iter().map(|parameter| &parameter.0[1]).collect();
+    let measured = OPS.measure(&gradients, losses).unwrap();
     let mut handles: Vec<AdamWParameter<'_>> = parameters.iter_mut().map(Parameter::handles).collect();
-    let pending = OPS.update(&mut handles, step, losses).unwrap();
+    let pending = OPS.update(&mut handles, step, &measured).unwrap();
     assert!(pending.is_ready());
     pending.read().unwrap()
 }
@@ -112,12 +114,43 @@ fn an_update_that_is_not_finite_changes_nothing_but_the_gradients() {
 }
 
 #[test]
+fn two_ranks_measures_make_the_step_of_one_that_has_both_their_shares() {
+    let gradients = [tensor(3, 41, 5), tensor(1, 7, 6)];
+    let losses = [tensor(5, 1, 1), tensor(3, 1, 2)];
+    let measure = |gradients: &[&Tensor], losses: &[Tensor]| OPS.measure(gradients, losses).unwrap();
+    let alone = measure(&[&gradients[0], &gradients[1]], &losses);
+    let first = measure(&[&gradients[0]], &losses[..1]);
+    let second = measure(&[&gradients[1]], &losses[1..]);
+    let both = OPS.concatenate(&[&first, &second]).unwrap();
+    let step = |measured: &Tensor| {
+        let mut parameter = Parameter::new(3, 41, 1);
+        parameter.0[1] = OPS.contiguous(&gradients[0]).unwrap();
+        let pending = OPS.update(&mut [parameter.handles()], STEP, measured).unwrap();
+        (pending.read().unwrap(), values(&parameter.0[0]))
+    };
+    assert_eq!(step(&alone), step(&both));
+    assert_ne!(step(&alone).1, step(&first).1);
+    // To the last bit of an f64, which three f32 hold.
+    let sum: f64 = losses.iter().flat_map(values).sum();
+    assert_eq!(step(&alone).0.loss, sum);
+    let unsound = OPS
+        .concatenate(&[&first, &measure(&[], &[tensor_of(f32::NAN)])])
+        .unwrap();
+    assert!(!step(&unsound).0.is_applied());
+}
+
+fn tensor_of(value: f32) -> Tensor {
+    Tensor::from_vec(vec![value], 1, 1).unwrap()
+}
+
+#[test]
 fn a_shared_parameter_is_refused_before_anything_is_written() {
     let mut parameter = Parameter::new(2, 2, 1);
     parameter.0[1] = tensor(2, 2, 2);
     let other = parameter.0[0].clone();
     let before = values(&parameter.0[1]);
-    assert!(OPS.update(&mut [parameter.handles()], STEP, &[]).is_err());
+    let measured = OPS.measure(&[&parameter.0[1]], &[]).unwrap();
+    assert!(OPS.update(&mut [parameter.handles()], STEP, &measured).is_err());
     assert_eq!(values(&parameter.0[1]), before);
     drop(other);
 }

@@ -9,12 +9,16 @@
 // written here. Gradients are left at zero. When the norm is not finite nothing is updated, gradients are
 // zeroed, and norm[0] says so.
 //
-// report[0] is the sum of the step's losses, by `add_losses`, a launch for each row of them (`add` 0 at the first);
-// report[1] the norm. A loss that is not finite counts as a norm that is not.
+// What a step is judged by is measured first, by each rank for its own share: loss is the sum of its losses, by
+// `add_losses`, a launch for each row of them; `add_squares` writes that sum and the one of `squares`' partial sums,
+// PARTS f32 each, the largest first, so that other ranks can be sent them. `gradient_norm` adds up every rank's row,
+// in their order: report[0] is the step's loss, report[1] its norm. A loss that is not finite counts as a norm that
+// is not.
 //
-// Parameters are cut into chunks of CHUNK elements (a multiple of 1024): `chunks[i]` names the parameter and
-// which chunk of it. Launch: `squares` and `adamw` one block of 256 threads a chunk, `gradient_norm` one
-// block of 1024, `add_losses` one of 1024. norm[0] is the gradient norm before clipping, norm[1] the factor c.
+// Gradients and parameters are cut into chunks of CHUNK elements (a multiple of 1024): `chunks[i]` names the
+// parameter and which chunk of it. Launch: `squares` and `adamw` one block of 256 threads a chunk, `add_losses` and
+// `add_squares` one block of 1024, `gradient_norm` one of a warp. norm[0] is the gradient norm before clipping,
+// norm[1] the factor c.
 
 #include "common.cuh"
 
@@ -27,6 +31,11 @@ struct Parameter {
     long long length;
     float decay;
     float unused;
+};
+
+struct Gradient {
+    const float* start;
+    long long length;
 };
 
 struct Chunk {
@@ -60,12 +69,12 @@ __device__ __forceinline__ double block_sum(double x) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-squares(const Parameter* parameters, const Chunk* chunks, double* partial) {
+squares(const Gradient* gradients, const Chunk* chunks, double* partial) {
     const Chunk chunk = chunks[blockIdx.x];
-    const Parameter& parameter = parameters[chunk.parameter];
+    const Gradient whole = gradients[chunk.parameter];
     const long long first = (long long)chunk.index * CHUNK;
-    const int length = int(min((long long)CHUNK, parameter.length - first));
-    const float* gradient = parameter.gradient + first;
+    const int length = int(min((long long)CHUNK, whole.length - first));
+    const float* gradient = whole.start + first;
     float sum = 0.0f;
     int at = threadIdx.x * 4;
     if (aligned(gradient, 16)) {
@@ -83,23 +92,49 @@ squares(const Parameter* parameters, const Chunk* chunks, double* partial) {
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-add_losses(const float* losses, int count, double* report, int add) {
+add_losses(const float* losses, int count, double* loss) {
     double sum = 0.0;
     for (int i = threadIdx.x; i < count; i += 1024) sum += double(losses[i]);
     sum = block_sum(sum);
-    if (threadIdx.x == 0) report[0] = add != 0 ? report[0] + sum : sum;
+    if (threadIdx.x == 0) loss[0] += sum;
+}
+
+__device__ __forceinline__ void split(double sum, float* parts) {
+    for (int i = 0; i < PARTS; ++i) {
+        parts[i] = float(sum);
+        sum -= double(parts[i]);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-gradient_norm(const double* partial, int count, const Step* step, float* norm, double* report) {
+add_squares(const double* partial, int count, const double* loss, float* measured) {
     double sum = 0.0;
     for (int i = threadIdx.x; i < count; i += 1024) sum += partial[i];
     sum = block_sum(sum);
     if (threadIdx.x != 0) return;
-    const float length = float(sqrt(sum));
+    split(loss[0], measured);
+    split(sum, measured + PARTS);
+}
+
+__device__ __forceinline__ double joined(const float* parts) {
+    double sum = 0.0;
+    for (int i = PARTS - 1; i >= 0; --i) sum += double(parts[i]);
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(32)
+gradient_norm(const float* measured, int ranks, const Step* step, float* norm, double* report) {
+    if (threadIdx.x != 0) return;
+    double loss = 0.0, squares = 0.0;
+    for (int rank = 0; rank < ranks; ++rank) {
+        loss += joined(measured + rank * 2 * PARTS);
+        squares += joined(measured + rank * 2 * PARTS + PARTS);
+    }
+    const float length = float(sqrt(squares));
     const float scaled = length * step->gradient_scale;
+    report[0] = loss;
     report[1] = double(scaled);
-    norm[0] = isfinite(report[0]) ? scaled : float(report[0]);
+    norm[0] = isfinite(loss) ? scaled : float(loss);
     norm[1] = step->gradient_scale * fminf(1.0f, step->clip / (scaled + 1e-6f));
 }
 

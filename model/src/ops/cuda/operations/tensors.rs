@@ -4,7 +4,7 @@ use super::CudaOperations;
 use crate::ops::cpu::CpuOperations;
 use crate::ops::cuda::matrix::{Element, Matrix};
 use crate::ops::{Axis, Operations};
-use crate::{Error, Result, Tensor};
+use crate::{ElementType, Error, Result, Tensor};
 
 /// Rows whose squares are added up in f32, at least this many times fewer than all, before f64 takes over.
 const PARTS: usize = 64;
@@ -52,6 +52,38 @@ impl CudaOperations {
             view
         };
         parts.iter().map(|matrix| part(matrix.rows())).collect()
+    }
+
+    /// A copy for each part, and zeros into the gaps alone.
+    pub(super) fn flattened(
+        &self,
+        parts: &[(usize, &Tensor)],
+        rows: usize,
+        columns: usize,
+        element_type: ElementType,
+    ) -> Result<Tensor> {
+        let whole = self.device.matrix(element_type.into(), rows, columns)?;
+        let flat = whole.reshape(1, whole.len())?;
+        let mut end = 0;
+        let gap = |from: usize, to: usize| match to.checked_sub(from) {
+            Some(0) => Ok(()),
+            Some(gap) => self.device.clear(&flat.narrow_columns(from, gap)?),
+            None => Err(super::super::Error::Operand {
+                operation: "flatten",
+                expected: format!("places from {from} on"),
+                found: to.to_string(),
+            }),
+        };
+        for (start, part) in parts {
+            gap(end, *start)?;
+            let source = part.cuda()?;
+            let source = source.reshape(1, source.len())?;
+            self.device
+                .cast(&flat.narrow_columns(*start, source.len())?, &source)?;
+            end = start + source.len();
+        }
+        gap(end, flat.len())?;
+        self.tensor(whole)
     }
 
     /// Rows of a bf16 tensor on the device, as an embedding's; everything else, which no batch asks for, by way of

@@ -30,7 +30,7 @@ impl CudaOperations {
         &self,
         parameters: &mut [AdamWParameter<'_>],
         step: AdamWStep,
-        losses: &[Tensor],
+        measured: &Tensor,
     ) -> Result<Box<dyn Pending>> {
         let mut list = Vec::with_capacity(parameters.len());
         for parameter in parameters {
@@ -47,7 +47,6 @@ impl CudaOperations {
                 decay: step.weight_decay,
             });
         }
-        let losses = losses.iter().map(Tensor::cuda).collect::<Result<Vec<_>>>()?;
         // Its tables go again after the step: kept, they would keep the parameters of whoever trained last.
         let optimiser = self.device.optimiser(list)?;
         #[allow(clippy::cast_possible_truncation)] // the kernel's own precision
@@ -62,7 +61,7 @@ impl CudaOperations {
             clip,
         };
         self.device.set_step(&optimiser, step)?;
-        self.device.update(&optimiser, &losses)?;
+        self.device.update(&optimiser, &measured.cuda()?)?;
         Ok(Box::new(Landed(self.device.land(optimiser.report())?)))
     }
 }
