@@ -2,7 +2,8 @@
 //!
 //! A [`Gang`] is every rank of a task; a [`Communicator`] joins some of them. Tensors that move are contiguous and
 //! are *given away*: what is under way belongs to its [`InFlight`] until the wait, so nobody writes it meanwhile.
-//! How it moves is in the rooms below: [`local`] within a process, for tests.
+//! How it moves is in the rooms below: [`tcp`] between CPUs, over the connections of a [`mesh`]; [`local`] within a
+//! process, for tests.
 //!
 //! The rules for callers: every rank of a communicator makes the same collective calls in the same order, and
 //! messages from one rank to another are received in the order in which they were sent. A message may not be gone
@@ -12,9 +13,12 @@
 mod error;
 mod host;
 pub mod local;
+pub mod mesh;
+pub mod tcp;
 
+use std::collections::HashMap;
 use std::fmt::{self, Debug};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 pub use error::{Error, Loss};
 
@@ -132,6 +136,21 @@ impl InFlight {
 impl Debug for InFlight {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.debug_tuple("InFlight").field(&self.0).finish()
+    }
+}
+
+/// How often a rank has formed each communicator, so that it can be told from earlier ones of the same ranks.
+#[derive(Debug, Default)]
+struct Formed(Mutex<HashMap<Vec<usize>, u64>>);
+
+impl Formed {
+    /// The number of the communicator of `ranks` that is formed now, from 0.
+    fn number(&self, ranks: &[usize]) -> u64 {
+        let mut formed = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let times = formed.entry(ranks.to_vec()).or_default();
+        let number = *times;
+        *times += 1;
+        number
     }
 }
 

@@ -26,6 +26,8 @@ pub enum Loss {
         /// What was wrong.
         reason: String,
     },
+    /// It had done all its work, and others still wanted something of it.
+    Left,
 }
 
 impl fmt::Display for Loss {
@@ -35,6 +37,7 @@ impl fmt::Display for Loss {
             Self::Silent { silence } => write!(formatter, "nothing was heard of it for {silence:.1?}"),
             Self::Aborted { reason } => write!(formatter, "it gave up: {reason}"),
             Self::Damaged { reason } => write!(formatter, "it sent nonsense: {reason}"),
+            Self::Left => formatter.write_str("it had left, its own work done"),
         }
     }
 }
@@ -52,6 +55,55 @@ pub enum Error {
         /// How it was lost.
         how: Loss,
     },
+    /// A rank that the others gave up, by their word.
+    #[error("the other ranks have given this one up: {how}")]
+    GivenUp {
+        /// Why.
+        how: Loss,
+    },
+    /// A rank that the others must have given up meanwhile.
+    #[error("this process stood still for {absence:.1?}: the other ranks have gone on without it")]
+    Away {
+        /// For how long nothing of it ran.
+        absence: Duration,
+    },
+    /// Ranks that did not come together.
+    #[error("rank {rank} waited {waited:.1?} for {missing}")]
+    NotFormed {
+        /// Which rank waited.
+        rank: usize,
+        /// How long.
+        waited: Duration,
+        /// Which ranks are missing, where they should be, and what is known of them.
+        missing: String,
+    },
+    /// A rank outside its own gang.
+    #[error("rank {rank} has no address among {size}")]
+    Address {
+        /// As given.
+        rank: usize,
+        /// Addresses given.
+        size: usize,
+    },
+    /// More bytes than ranks exchange at a time.
+    #[error("{bytes} bytes are too many to exchange at once: at most {most}")]
+    TooLong {
+        /// As given.
+        bytes: usize,
+        /// What would be right.
+        most: usize,
+    },
+    /// A thread or a socket that the system does not give.
+    #[error("{what}: {reason}")]
+    System {
+        /// What was wanted.
+        what: &'static str,
+        /// What the system said.
+        reason: String,
+    },
+    /// A call after this rank has left.
+    #[error("this rank has left the gang")]
+    Closed,
     /// This rank gave up.
     #[error("this rank has aborted the gang")]
     Aborted,

@@ -8,7 +8,7 @@ use std::fmt::{self, Debug};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Communicator, Error, Flight, Gang, InFlight, expect_other, host, position, share_of};
+use super::{Communicator, Error, Flight, Formed, Gang, InFlight, expect_other, host, position, share_of};
 use crate::{ElementType, Result, Tensor};
 
 /// Runs `work` as each rank of a gang of `size`, a thread each, and gives what they return, in the order of the
@@ -76,8 +76,7 @@ impl Drop for AbortUnlessDone {
 pub struct LocalGang {
     rank: usize,
     shared: Arc<Shared>,
-    /// How often this rank has formed each communicator.
-    formed: Mutex<HashMap<Vec<usize>, u64>>,
+    formed: Formed,
     /// Of all ranks, for [`Gang::exchange`].
     exchanges: Mutex<u64>,
 }
@@ -96,7 +95,7 @@ impl LocalGang {
                 Arc::new(Self {
                     rank,
                     shared: shared.clone(),
-                    formed: Mutex::default(),
+                    formed: Formed::default(),
                     exchanges: Mutex::default(),
                 })
             })
@@ -116,10 +115,7 @@ impl Gang for LocalGang {
     fn communicator(&self, ranks: &[usize]) -> Result<Arc<dyn Communicator>> {
         let rank = position(self.rank, self.shared.size, ranks)?;
         self.check()?;
-        let mut formed = self.formed.lock().unwrap_or_else(PoisonError::into_inner);
-        let times = formed.entry(ranks.to_vec()).or_default();
-        let group = (ranks.to_vec(), *times);
-        *times += 1;
+        let group = (ranks.to_vec(), self.formed.number(ranks));
         Ok(Arc::new(Local {
             rank,
             size: ranks.len(),
