@@ -44,10 +44,14 @@ impl RopeTables {
         };
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         let exact_length = depends_on_length(rope, positions).then_some(positions);
+        // One table of a single length is kept: decoding asks for the next length with every token.
         let known = entries.iter().position(|entry| {
-            entry.rope == *rope && entry.head_dim == *head_dim && entry.exact_length == exact_length
+            entry.rope == *rope
+                && entry.head_dim == *head_dim
+                && entry.exact_length.is_some() == exact_length.is_some()
         });
         if let Some(entry) = known.and_then(|index| entries.get(index))
+            && entry.exact_length == exact_length
             && entry.positions >= positions
         {
             return Ok(Some(Arc::clone(&entry.table)));
@@ -102,4 +106,44 @@ fn make_table(
         cosine: operations.upload(&cosine, rows, frequencies.len())?,
         sine: operations.upload(&sine, rows, frequencies.len())?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+    use espalier_arch::Architecture;
+    use serde_json::json;
+
+    use super::*;
+    use crate::ops::cpu::CpuOperations;
+
+    #[test]
+    fn decoding_beyond_the_original_length_keeps_one_table_for_all_lengths() {
+        let config = json!({
+            "model_type": "llama", "hidden_act": "silu", "hidden_size": 8, "intermediate_size": 12,
+            "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 9,
+            "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+            "rope_scaling": { "rope_type": "dynamic", "factor": 2.0 },
+        });
+        let architecture = Architecture::from_config(&config).unwrap();
+        let shape = &architecture.blocks[0].shape;
+        let (tables, operations) = (RopeTables::default(), CpuOperations::new());
+        let get = |positions| {
+            let table = tables.get(&operations, shape, positions).unwrap().unwrap();
+            operations.download(&table.cosine).unwrap()
+        };
+        let (short, first) = (get(64), get(65));
+        for positions in 66..90 {
+            assert_eq!(get(positions).len(), positions * 4);
+        }
+        assert_eq!(tables.entries.lock().unwrap().len(), 2);
+        assert_eq!(get(65), first, "of its own length again");
+        assert_eq!(get(64), short);
+        assert_ne!(
+            first[..short.len()],
+            short,
+            "each length has frequencies of its own"
+        );
+    }
 }
