@@ -51,7 +51,8 @@ pub enum Error {
     },
     /// A device whose instructions are too few.
     #[error(
-        "GPU {index} ({name}) has compute capability {capability}, and 8.0 (Ampere) is the least that is supported"
+        "GPU {index} ({name}) has compute capability {capability}, and 8.0 (Ampere) is the least that is supported: \
+         choose another, or use the cpu device"
     )]
     DeviceTooOld {
         /// Which.
@@ -93,7 +94,10 @@ pub enum Error {
         searched: String,
     },
     /// A library of another toolkit.
-    #[error("{library} is of version {found}, and {required} or later is needed")]
+    #[error(
+        "{library} is of version {found}, and {required} or later is needed: install one (the Python wheels \
+         nvidia-cuda-nvrtc and nvidia-cublas hold it) and name its directory in ESPALIER_CUDA_LIBRARIES"
+    )]
     LibraryTooOld {
         /// Its file.
         library: &'static str,
@@ -104,7 +108,8 @@ pub enum Error {
     },
     /// No memory for a tensor.
     #[error(
-        "out of GPU memory: {} MiB asked for, {} in use, {} held, limit {}, {} free on the device",
+        "out of GPU memory: {} MiB asked for, {} in use, {} held, limit {}, {} free on the device; take fewer or \
+         shorter sequences at a time, or end what else runs on the GPU",
         Mebibytes(*asked), Mebibytes(*in_use), Mebibytes(*held), Mebibytes(*limit), Mebibytes(*free)
     )]
     OutOfMemory {
@@ -164,6 +169,6 @@ pub enum Error {
         waited: Duration,
     },
     /// A device that failed before.
-    #[error("the GPU was given up after an earlier failure; this process cannot use it again")]
+    #[error("the GPU was given up after an earlier failure; this process cannot use it again: start another")]
     Lost,
 }
