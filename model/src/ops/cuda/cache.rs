@@ -4,7 +4,8 @@
 //! and the machine code. Whatever is wrong with an entry or the disk costs a compilation and a warning at most.
 
 use std::fs;
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -42,10 +43,10 @@ impl Cache {
         Some(self.directory.as_ref()?.join(format!("{}.cubin", key.to_hex())))
     }
 
-    /// What was stored under `key`; none when it is not there, not readable or damaged.
+    /// What was stored under `key`; none when it is not there, not readable, damaged, or another user's.
     pub(super) fn load(&self, key: &blake3::Hash) -> Option<Vec<u8>> {
         let path = self.path(key)?;
-        let content = match fs::read(&path) {
+        let content = match read_own(&path) {
             Ok(content) => content,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
             Err(error) => {
@@ -79,6 +80,24 @@ impl Cache {
     }
 }
 
+/// A file's content, unless others could have written it: it becomes code of this process's device.
+fn read_own(path: &Path) -> io::Result<Vec<u8>> {
+    let mut file = fs::File::open(path)?;
+    let about = file.metadata()?;
+    // SAFETY: a system call without arguments that cannot fail.
+    let user = unsafe { libc::geteuid() };
+    if ![user, 0].contains(&about.uid()) || about.mode() & 0o022 != 0 {
+        return Err(io::Error::other(format!(
+            "it is user {}'s with mode {:o}, and others than user {user} could have written it: remove it",
+            about.uid(),
+            about.mode() & 0o777,
+        )));
+    }
+    let mut content = Vec::new();
+    file.read_to_end(&mut content)?;
+    Ok(content)
+}
+
 fn verified(content: &[u8]) -> Option<Vec<u8>> {
     let rest = content.strip_prefix(HEADER)?;
     let (sum, cubin) = rest.split_at_checked(SUM)?;
@@ -92,7 +111,10 @@ fn write(path: &Path, cubin: &[u8]) -> io::Result<()> {
     // Of its own in every thread of every process, so that two who compile the same do not meet.
     let unique = COUNT.fetch_add(1, Ordering::Relaxed);
     let partial = path.with_extension(format!("{}.{unique}.partial", std::process::id()));
-    let written = fs::File::create(&partial).and_then(|mut file| {
+    // Nobody else may write it, whatever the process's mask.
+    let mut options = fs::OpenOptions::new();
+    options.write(true).create(true).truncate(true).mode(0o644);
+    let written = options.open(&partial).and_then(|mut file| {
         file.write_all(HEADER)?;
         file.write_all(blake3::hash(cubin).as_bytes())?;
         file.write_all(cubin)
@@ -153,6 +175,28 @@ mod tests {
         }
         cache.store(&key("a"), b"machine code");
         assert_eq!(cache.load(&key("a")).unwrap(), b"machine code");
+    }
+
+    #[test]
+    fn an_entry_that_others_could_have_written_is_not_used_and_replaced() {
+        use std::os::unix::fs::{PermissionsExt, chown};
+
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::new(Some(directory.path().to_owned()));
+        cache.store(&key("a"), b"machine code");
+        let path = only_file(directory.path());
+        let is_used = || cache.load(&key("a")).is_some();
+        for (mode, expected) in [(0o644, true), (0o444, true), (0o664, false), (0o646, false)] {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            assert_eq!(is_used(), expected, "{mode:o}");
+        }
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
+        // Only root may give a file away.
+        if chown(&path, Some(54321), None).is_ok() {
+            assert!(!is_used(), "another user's");
+        }
+        cache.store(&key("a"), b"machine code");
+        assert!(is_used());
     }
 
     #[test]
