@@ -184,7 +184,7 @@ pub struct AttentionInputs<'a> {
 /// Where the backward writes: bf16, shaped as q, k and v.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionGradients<'a> {
-    /// To q; may lie over grad_output or output, not over q.
+    /// To q; may lie over output, not over q or grad_output, which are read again when it is written.
     pub q: &'a Matrix,
     /// To k.
     pub k: &'a Matrix,
@@ -326,7 +326,7 @@ impl CudaDevice {
             .int(keys)
             .int(capacity)
             .int(query_heads / kv_heads)
-            .int(shape.window)
+            .int(window_over(keys, shape.window))
             .float(scale(shape));
         let grid = Grid {
             blocks: [query_heads, shape.sequences, tokens.div_ceil(variant.rows())],
@@ -374,13 +374,20 @@ impl CudaDevice {
             self.expect_rows(NAME, what, operand, (q.rows(), k.columns()))?;
         }
         self.expect_row(NAME, "log_sums", log_sums, Element::F32, query_heads * q.rows())?;
+        // The half that gives grad_k and grad_v runs after the one that writes grad_q.
+        for read_later in [q, grad_output] {
+            if gradients.q.shares_buffer(read_later) {
+                let expected = "another buffer than that of q and of grad_output";
+                return Err(self.wrong(NAME, "grad_q", expected, gradients.q));
+            }
+        }
         let delta = self.matrix(Element::F32, query_heads, q.rows())?;
         let common = |arguments: Arguments| {
             arguments
                 .int(shape.sequences)
                 .int(tokens)
                 .int(query_heads / kv_heads)
-                .int(shape.window)
+                .int(window_over(tokens, shape.window))
                 .float(scale(shape))
         };
         let [query_module, key_module] = modules;
@@ -462,6 +469,25 @@ impl CudaDevice {
     }
 }
 
+/// What the kernels take for the window over `keys` keys, 0 for all of them: one as wide as there are keys hides none,
+/// and one near 2³¹ would pass an int where it is added to a position.
+pub(super) fn window_over(keys: usize, window: usize) -> usize {
+    if window < keys { window } else { 0 }
+}
+
 fn scale(shape: AttentionShape) -> f32 {
     (shape.head_dim as f32).sqrt().recip()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_that_hides_no_key_is_none() {
+        assert_eq!(window_over(64, 63), 63);
+        for window in [0, 64, 65, i32::MAX as usize, usize::MAX] {
+            assert_eq!(window_over(64, window), 0, "{window}");
+        }
+    }
 }

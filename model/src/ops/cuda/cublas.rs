@@ -3,20 +3,80 @@
 //! cuBLASLt is column-major, and a row-major matrix is the transpose of a column-major one of the same bytes. So
 //! `out = a · b` is asked for as `outᵀ = bᵀ · aᵀ`: operands change places, nothing is copied.
 
-use std::ffi::c_void;
+use std::ffi::{c_int, c_void};
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use cudarc::cublaslt::sys::{
-    self, cublasComputeType_t, cublasLtEpilogue_t as Epilogue, cublasLtMatmulAlgo_t as Algorithm,
-    cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulHeuristicResult_t as Heuristic,
-    cublasLtMatmulPreferenceAttributes_t as Preference, cublasStatus_t as Status, cudaDataType,
+    self, cublasComputeType_t, cublasLtEpilogue_t as Epilogue, cublasLtHandle_t,
+    cublasLtMatmulAlgo_t as Algorithm, cublasLtMatmulDesc_t, cublasLtMatmulDescAttributes_t as Attribute,
+    cublasLtMatmulHeuristicResult_t as Heuristic, cublasLtMatmulPreference_t,
+    cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayout_t, cublasStatus_t as Status,
+    cudaDataType, cudaStream_t,
 };
 
 use super::driver::{Address, Context};
-use super::error::{Error, Result};
+use super::error::{Error, Result, Version};
+use super::library;
 use super::matrix::Element;
 use super::stream::Stream;
+
+library::functions! {
+    /// What is used of cuBLASLt.
+    Functions {
+        cublasLtGetVersion() -> usize;
+        cublasLtCreate(*mut cublasLtHandle_t) -> Status;
+        cublasLtDestroy(cublasLtHandle_t) -> Status;
+        cublasLtMatmulDescCreate(*mut cublasLtMatmulDesc_t, cublasComputeType_t, cudaDataType) -> Status;
+        cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t) -> Status;
+        cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t, Attribute, *const c_void, usize) -> Status;
+        cublasLtMatrixLayoutCreate(*mut cublasLtMatrixLayout_t, cudaDataType, u64, u64, i64) -> Status;
+        cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t) -> Status;
+        cublasLtMatmulPreferenceCreate(*mut cublasLtMatmulPreference_t) -> Status;
+        cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t) -> Status;
+        cublasLtMatmulPreferenceSetAttribute(
+            cublasLtMatmulPreference_t, Preference, *const c_void, usize,
+        ) -> Status;
+        cublasLtMatmulAlgoGetHeuristic(
+            cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+            cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatmulPreference_t, c_int, *mut Heuristic,
+            *mut c_int,
+        ) -> Status;
+        cublasLtMatmul(
+            cublasLtHandle_t, cublasLtMatmulDesc_t, *const c_void, *const c_void, cublasLtMatrixLayout_t,
+            *const c_void, cublasLtMatrixLayout_t, *const c_void, *const c_void, cublasLtMatrixLayout_t,
+            *mut c_void, cublasLtMatrixLayout_t, *const Algorithm, *mut c_void, usize, cudaStream_t,
+        ) -> Status;
+    }
+}
+
+/// cuBLASLt, opened when it is first asked for.
+///
+/// # Errors
+/// When it is not there.
+fn functions() -> Result<&'static Functions> {
+    static FOUND: OnceLock<Functions> = OnceLock::new();
+    if let Some(functions) = FOUND.get() {
+        return Ok(functions);
+    }
+    let library = "libcublasLt.so.13";
+    let functions = Functions::of(library, library::find(library, "multiplies matrices")?)?;
+    Ok(FOUND.get_or_init(|| functions))
+}
+
+/// The toolkit's version that cuBLASLt is of.
+///
+/// # Errors
+/// When it is not there.
+pub(super) fn version() -> Result<Version> {
+    // SAFETY: it takes nothing and gives a number.
+    let packed = unsafe { (functions()?.cublasLtGetVersion)() };
+    let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
+    Ok(Version {
+        major: number(packed / 10_000),
+        minor: number(packed / 100 % 100),
+    })
+}
 
 /// One operand as cuBLASLt sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -106,13 +166,13 @@ fn check(call: &'static str, product: Option<&Product>, status: Status) -> Resul
 }
 
 impl Handle {
-    /// `library::matmul` has found the library before.
+    /// A handle on `context`'s device.
     pub(super) fn new(context: &Arc<Context>) -> Result<Self> {
         context.bind()?;
         let mut handle = ptr::null_mut();
         // SAFETY: the pointer is to a live handle.
         check("cublasLtCreate", None, unsafe {
-            sys::cublasLtCreate(&raw mut handle)
+            (functions()?.cublasLtCreate)(&raw mut handle)
         })?;
         Ok(Self {
             raw: handle,
@@ -134,7 +194,7 @@ impl Handle {
         let mut count = 0;
         // SAFETY: every handle was created above and lives; `found` has room for as many as are asked for.
         check("cublasLtMatmulAlgoGetHeuristic", Some(product), unsafe {
-            sys::cublasLtMatmulAlgoGetHeuristic(
+            (functions()?.cublasLtMatmulAlgoGetHeuristic)(
                 self.raw,
                 plan.description,
                 plan.first.0,
@@ -169,6 +229,7 @@ impl Handle {
         stream: &Stream,
     ) -> Result<()> {
         stream.raw().context().bind()?;
+        stream.make_room()?;
         if let Some(bias) = addresses.bias {
             plan.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
         }
@@ -179,7 +240,7 @@ impl Handle {
         // say; scalars are read before the call returns; the workspace is as long as said and used on this stream
         // only.
         check("cublasLtMatmul", Some(&plan.product), unsafe {
-            sys::cublasLtMatmul(
+            (functions()?.cublasLtMatmul)(
                 self.raw,
                 plan.description,
                 (&raw const alpha).cast(),
@@ -205,8 +266,9 @@ impl Drop for Handle {
     fn drop(&mut self) {
         // Destroying it waits for the device, without a deadline: only where `CudaDevice` has waited before.
         if self.context.bind().is_ok() {
+            let Ok(functions) = functions() else { return };
             // SAFETY: created once and destroyed once.
-            let _ = unsafe { sys::cublasLtDestroy(self.raw) };
+            let _ = unsafe { (functions.cublasLtDestroy)(self.raw) };
         }
     }
 }
@@ -241,7 +303,7 @@ impl Plan {
         };
         // SAFETY: the pointer is to a live handle.
         check("cublasLtMatmulDescCreate", Some(product), unsafe {
-            sys::cublasLtMatmulDescCreate(
+            (functions()?.cublasLtMatmulDescCreate)(
                 &raw mut plan.description,
                 cublasComputeType_t::CUBLAS_COMPUTE_32F,
                 cudaDataType::CUDA_R_32F,
@@ -274,7 +336,7 @@ impl Plan {
     fn set<T: Copy>(&self, attribute: Attribute, value: &T) -> Result<()> {
         // SAFETY: the description lives, and the value is of the size that is given.
         check("cublasLtMatmulDescSetAttribute", Some(&self.product), unsafe {
-            sys::cublasLtMatmulDescSetAttribute(
+            (functions()?.cublasLtMatmulDescSetAttribute)(
                 self.description,
                 attribute,
                 ptr::from_ref(value).cast(),
@@ -287,8 +349,9 @@ impl Plan {
 impl Drop for Plan {
     fn drop(&mut self) {
         if !self.description.is_null() {
+            let Ok(functions) = functions() else { return };
             // SAFETY: created once and destroyed once.
-            let _ = unsafe { sys::cublasLtMatmulDescDestroy(self.description) };
+            let _ = unsafe { (functions.cublasLtMatmulDescDestroy)(self.description) };
         }
     }
 }
@@ -313,7 +376,7 @@ impl LayoutHandle {
         let leading = i64::try_from(layout.leading).unwrap_or(i64::MAX);
         // SAFETY: the pointer is to a live handle.
         check("cublasLtMatrixLayoutCreate", Some(product), unsafe {
-            sys::cublasLtMatrixLayoutCreate(
+            (functions()?.cublasLtMatrixLayoutCreate)(
                 &raw mut handle,
                 data_type(layout.element),
                 rows,
@@ -327,8 +390,9 @@ impl LayoutHandle {
 
 impl Drop for LayoutHandle {
     fn drop(&mut self) {
+        let Ok(functions) = functions() else { return };
         // SAFETY: created once and destroyed once.
-        let _ = unsafe { sys::cublasLtMatrixLayoutDestroy(self.0) };
+        let _ = unsafe { (functions.cublasLtMatrixLayoutDestroy)(self.0) };
     }
 }
 
@@ -339,7 +403,7 @@ impl PreferenceHandle {
         let mut handle = ptr::null_mut();
         // SAFETY: the pointer is to a live handle.
         check("cublasLtMatmulPreferenceCreate", Some(product), unsafe {
-            sys::cublasLtMatmulPreferenceCreate(&raw mut handle)
+            (functions()?.cublasLtMatmulPreferenceCreate)(&raw mut handle)
         })?;
         let preference = Self(handle);
         preference.set(
@@ -374,7 +438,7 @@ impl PreferenceHandle {
     fn set<T: Copy>(&self, product: &Product, attribute: Preference, value: &T) -> Result<()> {
         // SAFETY: the preference lives, and the value is of the size that is given.
         check("cublasLtMatmulPreferenceSetAttribute", Some(product), unsafe {
-            sys::cublasLtMatmulPreferenceSetAttribute(
+            (functions()?.cublasLtMatmulPreferenceSetAttribute)(
                 self.0,
                 attribute,
                 ptr::from_ref(value).cast(),
@@ -386,7 +450,8 @@ impl PreferenceHandle {
 
 impl Drop for PreferenceHandle {
     fn drop(&mut self) {
+        let Ok(functions) = functions() else { return };
         // SAFETY: created once and destroyed once.
-        let _ = unsafe { sys::cublasLtMatmulPreferenceDestroy(self.0) };
+        let _ = unsafe { (functions.cublasLtMatmulPreferenceDestroy)(self.0) };
     }
 }

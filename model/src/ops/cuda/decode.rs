@@ -1,6 +1,7 @@
 //! Decoding one token a sequence: products with few rows, and attention over a cache. Formulas:
 //! `kernels/matvec.cu`, `kernels/decode.cu`.
 
+use super::attention::window_over;
 use super::device::CudaDevice;
 use super::error::Result;
 use super::launch::{Arguments, Grid};
@@ -151,7 +152,7 @@ impl CudaDevice {
             .start(&partial)
             .int(query_heads)
             .int(group)
-            .int(window)
+            .int(window_over(cache.capacity, window))
             .float((head_dim as f32).sqrt().recip());
         let grid = Grid {
             blocks: [query_heads / together, sequences, splits],

@@ -235,6 +235,15 @@ impl RawStream {
         self.handle
     }
 
+    /// Whether what is put on it is recorded in place of being queued.
+    pub(super) fn is_capturing(&self) -> Result<bool> {
+        self.context.bind()?;
+        // SAFETY: the handle lives as long as `self`.
+        let status = unsafe { result::stream::is_capturing(self.handle) };
+        let status = checked("cuStreamIsCapturing", status)?;
+        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
     /// Lets later work of this stream wait, on the device, for what `event` marks.
     pub(super) fn wait_for(&self, event: &RawEvent) -> Result<()> {
         self.context.bind()?;

@@ -206,6 +206,7 @@ impl CudaDevice {
             let expected = format!("at least {} rows", tokens.bound);
             return Err(self.wrong(name, "the table", &expected, table));
         }
+        self.expect_row(name, "tokens", &tokens.ids, Element::I32, tokens.len())?;
         self.expect(name, "the table", table, element, (table.rows(), hidden))
     }
 }

@@ -191,6 +191,7 @@ impl Module {
             return Ok(());
         }
         self.context.bind()?;
+        stream.make_room()?;
         entry.allow_shared(grid.shared)?;
         let mut pointers = [ptr::null_mut::<c_void>(); PARAMETERS];
         for (pointer, value) in pointers.iter_mut().zip(&mut arguments.values) {

@@ -1,16 +1,16 @@
 //! Finding the driver and the toolkit's libraries when they are first needed, without which nothing else may run.
 //!
-//! cudarc opens libraries by name and panics when one is not there, so each is looked for first. Where the
-//! dynamic loader does not find one of the toolkit's by itself, it is opened by its full path from the places
-//! where toolkits and Python wheels put it; the loader then knows the name.
+//! cudarc opens libraries by name and panics when one is not there, so the driver is looked for first. The toolkit's
+//! are opened here, and their functions taken from what was opened: cudarc would try `libnvrtc.so` before
+//! `libnvrtc.so.13`, which an older toolkit may have put where the loader looks. Where the loader does not find one,
+//! it is opened by its full path from the places where toolkits and Python wheels put it.
 
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
-use super::driver;
 use super::error::{Error, Result, Version};
+use super::{cublas, driver, nvrtc};
 
 /// The least CUDA that the driver must support.
 pub const REQUIRED: Version = Version { major: 13, minor: 0 };
@@ -42,14 +42,30 @@ pub(super) fn driver() -> Result<()> {
 /// # Errors
 /// When it is not there or too old.
 pub(super) fn compiler() -> Result<Version> {
-    // What libnvrtc opens by name when it compiles; it must be known to the loader by then.
-    let builtins = open("libnvrtc-builtins.so.13.0");
-    let library = "libnvrtc.so.13";
-    // SAFETY: opening the library runs its initialisers, which only set it up.
-    if !open(library) && !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
-        return Err(missing(library, "compiles the kernels"));
+    let found = nvrtc::version()?;
+    expect_version("libnvrtc.so.13", found)?;
+    // What it opens by name when it compiles; it must be known to the loader by then. Beside a later version it may
+    // be found by itself.
+    match open(&format!("libnvrtc-builtins.so.{found}")) {
+        Some(builtins) => std::mem::forget(builtins),
+        None if found == REQUIRED => {
+            let library = "libnvrtc-builtins.so.13.0";
+            return Err(missing(library, "is a part of the kernels' compiler"));
+        }
+        None => {}
     }
-    let found = super::nvrtc::version()?;
+    Ok(found)
+}
+
+/// Makes sure that cuBLASLt is there and new enough.
+///
+/// # Errors
+/// When it is not.
+pub(super) fn matmul() -> Result<()> {
+    expect_version("libcublasLt.so.13", cublas::version()?)
+}
+
+fn expect_version(library: &'static str, found: Version) -> Result<()> {
     if found < REQUIRED {
         return Err(Error::LibraryTooOld {
             library,
@@ -57,28 +73,51 @@ pub(super) fn compiler() -> Result<Version> {
             required: REQUIRED,
         });
     }
-    // Later versions bring their own builtins, found beside them.
-    if !builtins && found == REQUIRED {
-        return Err(missing(
-            "libnvrtc-builtins.so.13.0",
-            "is a part of the kernels' compiler",
-        ));
-    }
-    Ok(found)
+    Ok(())
 }
 
-/// Makes sure that cuBLASLt is there.
+/// Opens `library`, or what has its name without the version.
 ///
 /// # Errors
-/// When it is not.
-pub(super) fn matmul() -> Result<()> {
-    let library = "libcublasLt.so.13";
-    // SAFETY: as above.
-    if open(library) || unsafe { cudarc::cublaslt::sys::is_culib_present() } {
-        return Ok(());
-    }
-    Err(missing(library, "multiplies matrices"))
+/// When neither is found.
+pub(super) fn find(library: &'static str, purpose: &'static str) -> Result<Library> {
+    let plain = library.trim_end_matches(|last: char| last == '.' || last.is_ascii_digit());
+    open(library)
+        .or_else(|| open(plain))
+        .ok_or_else(|| missing(library, purpose))
 }
+
+/// A table of functions of a library, each with the type that cudarc's of the same name has, which `sys` must name.
+macro_rules! functions {
+    ($(#[$about:meta])* $table:ident { $($name:ident($($argument:ty),* $(,)?) -> $answer:ty;)* }) => {
+        $(#[$about])*
+        #[allow(non_snake_case)] // the library's own names
+        struct $table {
+            $($name: unsafe extern "C" fn($($argument),*) -> $answer,)*
+        }
+
+        $(const _: unsafe fn($($argument),*) -> $answer = sys::$name;)*
+
+        impl $table {
+            /// Those of a library that is never closed.
+            fn of(library: &'static str, opened: libloading::os::unix::Library) -> $crate::ops::cuda::error::Result<Self> {
+                let table = Self {
+                    $($name: {
+                        // SAFETY: the library's function of this name has this type: it is that of its header.
+                        let symbol = unsafe { opened.get(concat!(stringify!($name), "\0").as_bytes()) };
+                        *symbol.map_err(|_| $crate::ops::cuda::error::Error::Driver {
+                            call: stringify!($name),
+                            code: format!("{library} does not have it"),
+                        })?
+                    },)*
+                };
+                std::mem::forget(opened);
+                Ok(table)
+            }
+        }
+    };
+}
+pub(super) use functions;
 
 fn missing(library: &'static str, purpose: &'static str) -> Error {
     let directories: Vec<String> = directories()
@@ -92,11 +131,8 @@ fn missing(library: &'static str, purpose: &'static str) -> Error {
     }
 }
 
-/// Libraries stay open as long as the process: cudarc keeps pointers into them.
-static OPENED: Mutex<Vec<Library>> = Mutex::new(Vec::new());
-
-/// Opens `name`, so that opening it by name finds it from then on.
-fn open(name: &str) -> bool {
+/// Opens `name`. Whoever opens it by this name from then on, while it stays open, gets the same.
+fn open(name: &str) -> Option<Library> {
     let explicit = explicit_directories()
         .into_iter()
         .map(|directory| directory.join(name));
@@ -111,15 +147,10 @@ fn open(name: &str) -> bool {
         // SAFETY: the libraries are NVIDIA's, whose initialisers only set them up; global, because they look
         // for each other by name.
         if let Ok(library) = unsafe { Library::open(Some(&candidate), RTLD_NOW | RTLD_GLOBAL) } {
-            if let Ok(mut opened) = OPENED.lock() {
-                opened.push(library);
-            } else {
-                std::mem::forget(library);
-            }
-            return true;
+            return Some(library);
         }
     }
-    false
+    None
 }
 
 fn directories() -> Vec<PathBuf> {

@@ -95,16 +95,21 @@ impl Pool {
     fn grow(&self, arena: &mut Arena, size: u64) -> Result<Address> {
         let (wanted, least) = slab_size(size);
         if self.add_slab(arena, wanted, size)? || (least < wanted && self.add_slab(arena, least, size)?) {
-            return arena.take(size).ok_or_else(|| self.out_of_memory(size));
+            return self.taken(arena, size);
         }
         self.release_idle(arena)?;
         for slab in [wanted, least] {
             if self.add_slab(arena, slab, size)? {
-                return arena.take(size).ok_or_else(|| self.out_of_memory(size));
+                return self.taken(arena, size);
             }
         }
-        let usage = arena.usage();
-        Err(self.out_of_memory_at(size, usage))
+        Err(self.out_of_memory_at(size, arena.usage()))
+    }
+
+    /// A block out of a slab that was added for it.
+    fn taken(&self, arena: &mut Arena, size: u64) -> Result<Address> {
+        let address = arena.take(size);
+        address.ok_or_else(|| self.out_of_memory_at(size, arena.usage()))
     }
 
     /// Whether a slab of `slab` bytes could be had within the limit.

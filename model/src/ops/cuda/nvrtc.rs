@@ -2,10 +2,12 @@
 
 use std::ffi::{CString, c_char, c_int};
 use std::ptr;
+use std::sync::OnceLock;
 
-use cudarc::nvrtc::sys::{self, nvrtcResult};
+use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
 
 use super::error::{Error, Result, Version};
+use super::library;
 use super::source::{HEADERS, Specialisation};
 
 fn check(call: &'static str, code: nvrtcResult) -> Result<()> {
@@ -18,12 +20,46 @@ fn check(call: &'static str, code: nvrtcResult) -> Result<()> {
     }
 }
 
-/// The compiler's version. `library::compiler` has found it before.
+library::functions! {
+    /// What is used of the compiler.
+    Functions {
+        nvrtcVersion(*mut c_int, *mut c_int) -> nvrtcResult;
+        nvrtcCreateProgram(
+            *mut nvrtcProgram, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char,
+        ) -> nvrtcResult;
+        nvrtcCompileProgram(nvrtcProgram, c_int, *const *const c_char) -> nvrtcResult;
+        nvrtcGetProgramLogSize(nvrtcProgram, *mut usize) -> nvrtcResult;
+        nvrtcGetProgramLog(nvrtcProgram, *mut c_char) -> nvrtcResult;
+        nvrtcGetCUBINSize(nvrtcProgram, *mut usize) -> nvrtcResult;
+        nvrtcGetCUBIN(nvrtcProgram, *mut c_char) -> nvrtcResult;
+        nvrtcDestroyProgram(*mut nvrtcProgram) -> nvrtcResult;
+    }
+}
+
+/// The compiler, opened when it is first asked for.
+///
+/// # Errors
+/// When it is not there.
+fn functions() -> Result<&'static Functions> {
+    static FOUND: OnceLock<Functions> = OnceLock::new();
+    if let Some(functions) = FOUND.get() {
+        return Ok(functions);
+    }
+    let library = "libnvrtc.so.13";
+    let functions = Functions::of(library, library::find(library, "compiles the kernels")?)?;
+    Ok(FOUND.get_or_init(|| functions))
+}
+
+/// The compiler's version.
+///
+/// # Errors
+/// When it is not there.
 pub(super) fn version() -> Result<Version> {
     let (mut major, mut minor) = (0, 0);
+    let functions = functions()?;
     // SAFETY: both pointers are to live integers.
     check("nvrtcVersion", unsafe {
-        sys::nvrtcVersion(&raw mut major, &raw mut minor)
+        (functions.nvrtcVersion)(&raw mut major, &raw mut minor)
     })?;
     let number = |value: c_int| u32::try_from(value).unwrap_or(0);
     Ok(Version {
@@ -72,11 +108,15 @@ pub(super) fn compile(kernel: &Specialisation, capability: Version, verbose: boo
     let options: Vec<*const c_char> = option_texts.iter().map(|option| option.as_ptr()).collect();
     let length = |count: usize| c_int::try_from(count).unwrap_or(c_int::MAX);
 
-    let mut program = Program(ptr::null_mut());
+    let functions = functions()?;
+    let mut program = Program {
+        functions,
+        raw: ptr::null_mut(),
+    };
     // SAFETY: every pointer is to a terminated string, or an array of as many as said, that outlives the call.
     check("nvrtcCreateProgram", unsafe {
-        sys::nvrtcCreateProgram(
-            &raw mut program.0,
+        (functions.nvrtcCreateProgram)(
+            &raw mut program.raw,
             source.as_ptr(),
             name.as_ptr(),
             length(owned.len()),
@@ -85,7 +125,8 @@ pub(super) fn compile(kernel: &Specialisation, capability: Version, verbose: boo
         )
     })?;
     // SAFETY: the program was created above; the options are terminated strings that outlive the call.
-    let code = unsafe { sys::nvrtcCompileProgram(program.0, length(options.len()), options.as_ptr()) };
+    let code =
+        unsafe { (functions.nvrtcCompileProgram)(program.raw, length(options.len()), options.as_ptr()) };
     let log = program.log();
     match code {
         nvrtcResult::NVRTC_SUCCESS => Ok(Compiled {
@@ -97,19 +138,22 @@ pub(super) fn compile(kernel: &Specialisation, capability: Version, verbose: boo
     }
 }
 
-struct Program(sys::nvrtcProgram);
+struct Program {
+    functions: &'static Functions,
+    raw: nvrtcProgram,
+}
 
 impl Program {
     fn log(&self) -> Result<String> {
         let mut size = 0;
         // SAFETY: the program is alive, and the pointer is to a live integer.
         check("nvrtcGetProgramLogSize", unsafe {
-            sys::nvrtcGetProgramLogSize(self.0, &raw mut size)
+            (self.functions.nvrtcGetProgramLogSize)(self.raw, &raw mut size)
         })?;
         let mut log = vec![0_u8; size];
         // SAFETY: the buffer is as long as the compiler said.
         check("nvrtcGetProgramLog", unsafe {
-            sys::nvrtcGetProgramLog(self.0, log.as_mut_ptr().cast())
+            (self.functions.nvrtcGetProgramLog)(self.raw, log.as_mut_ptr().cast())
         })?;
         Ok(String::from_utf8_lossy(&log)
             .trim_end_matches('\0')
@@ -121,12 +165,12 @@ impl Program {
         let mut size = 0;
         // SAFETY: the program is alive, and the pointer is to a live integer.
         check("nvrtcGetCUBINSize", unsafe {
-            sys::nvrtcGetCUBINSize(self.0, &raw mut size)
+            (self.functions.nvrtcGetCUBINSize)(self.raw, &raw mut size)
         })?;
         let mut cubin = vec![0_u8; size];
         // SAFETY: the buffer is as long as the compiler said.
         check("nvrtcGetCUBIN", unsafe {
-            sys::nvrtcGetCUBIN(self.0, cubin.as_mut_ptr().cast())
+            (self.functions.nvrtcGetCUBIN)(self.raw, cubin.as_mut_ptr().cast())
         })?;
         Ok(cubin)
     }
@@ -134,9 +178,9 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        if !self.0.is_null() {
+        if !self.raw.is_null() {
             // SAFETY: created once and destroyed once.
-            let _ = unsafe { sys::nvrtcDestroyProgram(&raw mut self.0) };
+            let _ = unsafe { (self.functions.nvrtcDestroyProgram)(&raw mut self.raw) };
         }
     }
 }

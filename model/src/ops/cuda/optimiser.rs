@@ -122,8 +122,15 @@ impl CudaDevice {
     /// Sets the hyperparameters of the next updates, in the order of the compute stream.
     ///
     /// # Errors
-    /// When the driver refuses.
+    /// When the step is 0, whose moments no correction makes right, or the driver refuses.
     pub fn set_step(&self, optimiser: &Optimiser, step: CudaStep) -> Result<()> {
+        if step.step == 0 {
+            return Err(Error::Operand {
+                operation: "adamw",
+                expected: "a step of at least 1".to_owned(),
+                found: step.step.to_string(),
+            });
+        }
         // In f64: 1 − β^t loses half its digits in f32 where β is near 1.
         let correction = |beta: f32| (1.0 - f64::from(beta).powf(f64::from(step.step))) as f32;
         let words = [

@@ -1,6 +1,7 @@
 //! Streams and waiting with deadlines: nothing in this program waits for a device without one.
 
-use std::sync::Arc;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::driver::{Context, RawEvent, RawStream};
@@ -11,15 +12,61 @@ const SPIN: Duration = Duration::from_micros(200);
 /// The longest sleep between two looks.
 const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 
+/// Kernels between two marks of a stream's own, and such marks that the device may still have before it. The driver's
+/// queue holds about 1024 kernels, and whoever finds it full waits there without a deadline.
+const KERNELS_A_MARK: usize = 128;
+const MARKS_AHEAD: usize = 6;
+
 /// A queue of work on one device.
 #[derive(Debug)]
 pub struct Stream {
     raw: RawStream,
+    /// How long a kernel waits for those queued long before it.
+    deadline: Duration,
+    ahead: Mutex<Ahead>,
+}
+
+/// What the device has before it.
+#[derive(Debug, Default)]
+struct Ahead {
+    /// Since the last mark.
+    kernels: usize,
+    marks: VecDeque<Mark>,
 }
 
 impl Stream {
-    pub(super) fn new(context: &Arc<Context>) -> Result<Self> {
-        RawStream::new(context).map(|raw| Self { raw })
+    pub(super) fn new(context: &Arc<Context>, deadline: Duration) -> Result<Self> {
+        Ok(Self {
+            raw: RawStream::new(context)?,
+            deadline,
+            ahead: Mutex::default(),
+        })
+    }
+
+    /// Called before each kernel: waits where the device is so far behind that the driver soon would, which has no
+    /// deadline.
+    ///
+    /// # Errors
+    /// When the kernels queued long before fail or do not end; the device is then given up.
+    pub(super) fn make_room(&self) -> Result<()> {
+        let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
+        if ahead.kernels < KERNELS_A_MARK {
+            ahead.kernels += 1;
+            return Ok(());
+        }
+        // What is captured is not queued, and a captured mark is never reached.
+        if self.raw.is_capturing()? {
+            return Ok(());
+        }
+        ahead.marks.push_back(self.mark()?);
+        ahead.kernels = 1;
+        if ahead.marks.len() <= MARKS_AHEAD {
+            return Ok(());
+        }
+        let Some(first) = ahead.marks.pop_front() else {
+            return Ok(());
+        };
+        first.wait(self.deadline, "a kernel queued hundreds before")
     }
 
     pub(super) fn raw(&self) -> &RawStream {

@@ -23,6 +23,15 @@ fn no_layers(operation: &'static str) -> Error {
     }
 }
 
+/// Outputs side by side and weights one below the other, where they lie so and each weight has as many rows as its
+/// own output has columns: only then are they one product.
+fn as_one(outputs: &[Matrix], weights: &[Matrix]) -> Option<(Matrix, Matrix)> {
+    let mut pairs = outputs.iter().zip(weights);
+    let alike = pairs.all(|(output, weight)| output.columns() == weight.rows());
+    let whole = (Matrix::over_columns(outputs)?, Matrix::over_rows(weights)?);
+    alike.then_some(whole)
+}
+
 impl CudaOperations {
     /// The layers' biases side by side in the product's own type; none when no layer has one.
     fn biases(&self, layers: &[Linear<'_>], element: Element) -> Result<Option<Matrix>> {
@@ -82,9 +91,7 @@ impl CudaOperations {
             gradients.push(gradient.cuda()?);
             weights.push(weight.cuda()?);
         }
-        if let (Some(gradient), Some(weight)) =
-            (Matrix::over_columns(&gradients), Matrix::over_rows(&weights))
-        {
+        if let Some((gradient, weight)) = as_one(&gradients, &weights) {
             (gradients, weights) = (vec![gradient], vec![weight]);
         }
         let (Some(gradient), Some(weight)) = (gradients.first(), weights.first()) else {
@@ -112,14 +119,7 @@ impl CudaOperations {
             outputs.push(output);
             weights.push(layer.weight.cuda()?);
         }
-        // Only where each weight has its own output's rows may the two be taken as one product.
-        let alike = outputs
-            .iter()
-            .zip(&weights)
-            .all(|(output, weight)| output.columns() == weight.rows());
-        if let (true, Some(output), Some(weight)) =
-            (alike, Matrix::over_columns(&outputs), Matrix::over_rows(&weights))
-        {
+        if let Some((output, weight)) = as_one(&outputs, &weights) {
             (outputs, weights) = (vec![output], vec![weight]);
         }
         for (output, weight) in outputs.iter().zip(&weights) {

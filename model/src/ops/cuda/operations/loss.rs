@@ -4,6 +4,7 @@
 //! read, and the KL, whose terms nearly cancel, come from f32 logits.
 
 use super::CudaOperations;
+use crate::ops::check::expect;
 use crate::ops::cuda::loss::LogitGradient;
 use crate::ops::cuda::matmul::Onto;
 use crate::ops::cuda::matrix::{Element, Matrix};
@@ -28,6 +29,17 @@ impl Parts {
             weight: head.weight.cuda()?,
         })
     }
+}
+
+/// An error unless student and parent have a row for each other's.
+fn expect_rows(operation: &'static str, student: &Parts, parent: &Parts) -> Result<()> {
+    let (own, theirs) = (student.hidden.rows(), parent.hidden.rows());
+    expect(
+        operation,
+        own == theirs,
+        || format!("the parent's {theirs} rows of the student"),
+        || own.to_string(),
+    )
 }
 
 /// Where the gradients of one loss go.
@@ -141,6 +153,7 @@ impl CudaOperations {
         gradient: Option<HeadGradient<'_>>,
     ) -> Result<Losses> {
         let (student, parent) = (Parts::of(student)?, Parts::of(parent)?);
+        expect_rows("distillation", &student, &parent)?;
         let gradient = self.gradient(&student, gradient)?;
         let (all, vocabulary) = (student.hidden.rows(), student.weight.rows());
         let chunk = chunk_rows(all, vocabulary, Element::F32);
@@ -185,6 +198,9 @@ impl CudaOperations {
             .map(|head| Parts::of(*head))
             .collect::<Result<Vec<_>>>()?;
         let parent = Parts::of(parent)?;
+        for student in &students {
+            expect_rows("distillation_many", student, &parent)?;
+        }
         let (all, vocabulary) = (parent.hidden.rows(), parent.weight.rows());
         let chunk = chunk_rows(all, vocabulary, Element::F32);
         let own = self.logits_buffer(Element::F32, chunk, vocabulary)?;

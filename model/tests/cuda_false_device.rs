@@ -1,0 +1,323 @@
+//! What the CUDA backend does on the host, where there is no GPU: what it refuses, and how long it waits.
+//!
+//! A driver, a compiler and a cuBLASLt that compute nothing (`false_device/`) are built with the machine's C compiler.
+//! Libraries are loaded once in a process, so each case runs this program again with them first on the loader's path.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use espalier_model::ops::cuda::{
+    AttentionGradients, AttentionInputs, AttentionShape, CudaDevice, CudaOperations, CudaParameter, CudaStep,
+    Element, Error, KernelNeeds, Options, Result, Version, compile_all,
+};
+use espalier_model::ops::{Head, Operations};
+use espalier_model::{ElementType, Tensor};
+
+const DRIVER: &str = include_str!("false_device/cuda.c");
+const COMPILER: &str = include_str!("false_device/nvrtc.c");
+const PRODUCTS: &str = include_str!("false_device/cublaslt.c");
+
+/// Builds a library of `source` under `name`; false where there is no C compiler.
+fn build(directory: &Path, name: &str, source: &str, macros: &[&str]) -> bool {
+    let file = directory.join(name).with_extension("c");
+    std::fs::write(&file, source).unwrap();
+    let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
+    let built = Command::new(&compiler)
+        .args(["-shared", "-fPIC", "-o"])
+        .arg(directory.join(name))
+        .arg(format!("-Wl,-soname,{name}"))
+        .args(macros)
+        .arg(&file)
+        .status();
+    match built {
+        Ok(status) => {
+            assert!(status.success(), "{compiler} refuses {name}");
+            true
+        }
+        Err(error) => {
+            eprintln!("skipped: no C compiler ({compiler}: {error}) to build a false device with");
+            false
+        }
+    }
+}
+
+fn build_device(directory: &Path) -> bool {
+    // By the name that is tried first as well, so that a real driver is not.
+    build(directory, "libcuda.so", DRIVER, &[])
+        && build(directory, "libcuda.so.1", DRIVER, &[])
+        && build(
+            directory,
+            "libnvrtc.so.13",
+            COMPILER,
+            &["-DVERSION=13000", "-DRESULT=0"],
+        )
+        && build(directory, "libnvrtc-builtins.so.13.0", "", &[])
+        && build(directory, "libcublasLt.so.13", PRODUCTS, &["-DVERSION=130000"])
+}
+
+/// That `case` below passes in a process that finds the libraries in `directory`.
+fn passes_with(case: &str, directory: &Path, settings: &[(&str, &str)]) {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", case, "--ignored", "--nocapture"])
+        .env("LD_LIBRARY_PATH", directory)
+        .env("ESPALIER_CUDA_LIBRARIES", directory)
+        .envs(settings.iter().copied())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{case}: {}\n{said}", output.status);
+    assert!(said.contains("1 passed"), "{said}");
+}
+
+/// That `case` below passes on a false device.
+fn passes(case: &str, settings: &[(&str, &str)]) {
+    let directory = tempfile::tempdir().unwrap();
+    if build_device(directory.path()) {
+        passes_with(case, directory.path(), settings);
+    }
+}
+
+fn options() -> Options {
+    Options {
+        memory_limit: Some(256 << 20),
+        cache: None,
+        ..Options::default()
+    }
+}
+
+fn operations() -> CudaOperations {
+    CudaOperations::open(0, options()).unwrap()
+}
+
+fn bf16(operations: &CudaOperations, rows: usize, columns: usize) -> Tensor {
+    operations.zeros(rows, columns, ElementType::Bf16).unwrap()
+}
+
+/// That it is refused as an operand of `operation`, before anything is done.
+fn assert_refused<T: std::fmt::Debug, E: std::fmt::Display>(
+    result: std::result::Result<T, E>,
+    operation: &str,
+    expected: &str,
+) {
+    let error = result.map_err(|error| error.to_string()).unwrap_err();
+    assert!(
+        error.starts_with(&format!("{operation}: ")) && error.contains(expected),
+        "{error}"
+    );
+}
+
+#[test]
+fn operands_that_do_not_fit_are_refused_as_on_the_host() {
+    passes("layers_and_losses", &[]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own, started by the others"]
+fn layers_and_losses() {
+    let operations = operations();
+    // Side by side and one below the other, of as many columns as rows in all, and yet each of another's.
+    let (gradients, weights) = (bf16(&operations, 2, 8), bf16(&operations, 8, 4));
+    let (narrow, wide) = (
+        gradients.columns_from(0, 3).unwrap(),
+        gradients.columns_from(3, 5).unwrap(),
+    );
+    let (tall, low) = (
+        weights.narrow_rows(0, 5).unwrap(),
+        weights.narrow_rows(5, 3).unwrap(),
+    );
+    let crossed = operations.linear_backward_input(&[(&narrow, &tall), (&wide, &low)]);
+    assert_refused(crossed, "linear_backward_input", "3 x 4");
+    let (own_narrow, own_wide) = (
+        gradients.columns_from(0, 5).unwrap(),
+        gradients.columns_from(5, 3).unwrap(),
+    );
+    let own = operations.linear_backward_input(&[(&own_narrow, &tall), (&own_wide, &low)]);
+    assert_eq!(own.unwrap().columns(), 4);
+
+    let (weight, parent_weight) = (bf16(&operations, 16, 8), bf16(&operations, 16, 24));
+    let (hidden, parent_hidden) = (bf16(&operations, 4, 8), bf16(&operations, 5, 24));
+    let (student, parent) = (
+        Head {
+            hidden: &hidden,
+            weight: &weight,
+        },
+        Head {
+            hidden: &parent_hidden,
+            weight: &parent_weight,
+        },
+    );
+    let expected = "the parent's 5 rows of the student, found 4";
+    assert_refused(
+        operations.distillation(student, parent, None),
+        "distillation",
+        expected,
+    );
+    let many = operations.distillation_many(&[student], parent);
+    assert_refused(many, "distillation_many", expected);
+    let as_many = parent_hidden.first_rows(4).unwrap();
+    let parent = Head {
+        hidden: &as_many,
+        ..parent
+    };
+    assert_eq!(
+        operations
+            .distillation(student, parent, None)
+            .unwrap()
+            .rows
+            .rows(),
+        4
+    );
+}
+
+#[test]
+fn a_gradient_is_not_written_where_it_is_read_later() {
+    passes("attention_gradients", &[]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own, started by the others"]
+fn attention_gradients() {
+    let device = CudaDevice::open(0, options()).unwrap();
+    let new = || device.zeros(Element::Bf16, 8, 32).unwrap();
+    let (q, k, v, output, grad_output) = (new(), new(), new(), new(), new());
+    let log_sums = device.zeros(Element::F32, 2, 8).unwrap();
+    let inputs = AttentionInputs {
+        q: &q,
+        k: &k,
+        v: &v,
+        output: &output,
+        log_sums: &log_sums,
+        grad_output: &grad_output,
+    };
+    let shape = AttentionShape {
+        head_dim: 16,
+        sequences: 1,
+        window: usize::MAX,
+    };
+    let (grad_k, grad_v) = (new(), new());
+    for (grad_q, is_sound) in [
+        (&q, false),
+        (&grad_output, false),
+        (&output, true),
+        (&new(), true),
+    ] {
+        let gradients = AttentionGradients {
+            q: grad_q,
+            k: &grad_k,
+            v: &grad_v,
+        };
+        let result = device.attention_backward(inputs, gradients, shape);
+        if is_sound {
+            result.unwrap();
+        } else {
+            assert_refused(result, "attention_backward", "grad_q: another buffer");
+        }
+    }
+}
+
+#[test]
+fn what_lies_on_another_device_is_refused() {
+    passes("another_device", &[]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own, started by the others"]
+fn another_device() {
+    let (device, other) = (operations(), operations());
+    let theirs = other.upload(&[1.0, 2.0], 1, 2).unwrap();
+    assert_eq!(other.download(&theirs).unwrap(), [1.0, 2.0]);
+    assert_refused(device.download(&theirs), "download", "on this device");
+    let table = bf16(&device, 4, 8);
+    let tokens = other.tokens(&[1, 3], None).unwrap();
+    assert_refused(device.embedding(&table, &tokens), "embedding", "on this device");
+    let tokens = device.tokens(&[1, 3], None).unwrap();
+    assert_eq!(device.embedding(&table, &tokens).unwrap().rows(), 2);
+}
+
+#[test]
+fn a_step_is_counted_from_one() {
+    passes("first_step", &[]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own, started by the others"]
+fn first_step() {
+    let device = CudaDevice::open(0, options()).unwrap();
+    let new = || device.zeros(Element::F32, 1, 5).unwrap();
+    let parameter = CudaParameter {
+        value: new(),
+        gradient: new(),
+        first_moment: new(),
+        second_moment: new(),
+        working: None,
+        decay: 0.0,
+    };
+    let optimiser = device.optimiser(vec![parameter]).unwrap();
+    let set = |step: u32| -> Result<()> {
+        let step = CudaStep {
+            rate: 1e-3,
+            beta1: 0.9,
+            beta2: 0.95,
+            epsilon: 1e-8,
+            step,
+            gradient_scale: 1.0,
+            clip: 1.0,
+        };
+        device.set_step(&optimiser, step)
+    };
+    let refused = set(0).unwrap_err();
+    assert!(matches!(refused, Error::Operand { .. }), "{refused}");
+    assert_refused(Err::<(), _>(refused), "adamw", "a step of at least 1, found 0");
+    set(1).unwrap();
+}
+
+#[test]
+fn an_older_toolkit_by_the_name_without_a_version_is_passed_over() {
+    let directory = tempfile::tempdir().unwrap();
+    let old = |name, source, macros: &[&str]| build(directory.path(), name, source, macros);
+    if build_device(directory.path())
+        && old("libnvrtc.so", COMPILER, &["-DVERSION=12040", "-DRESULT=6"])
+        && old("libcublasLt.so", PRODUCTS, &["-DVERSION=120400"])
+    {
+        passes_with("opens_and_compiles", directory.path(), &[]);
+    }
+}
+
+#[test]
+#[ignore = "runs in a process of its own, started by the others"]
+fn opens_and_compiles() {
+    CudaDevice::open(0, options()).unwrap();
+    let reports = compile_all(&KernelNeeds::default(), Version { major: 8, minor: 0 }).unwrap();
+    assert!(reports.len() > 10, "{reports:?}");
+}
+
+#[test]
+fn a_hung_kernel_ends_in_a_deadline_before_the_drivers_queue_is_full() {
+    passes("a_hung_kernel", &[("FALSE_HANG_FROM", "100")]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own, started by the others"]
+fn a_hung_kernel() {
+    let deadline = Duration::from_millis(50);
+    let device = CudaDevice::open(
+        0,
+        Options {
+            deadline,
+            ..options()
+        },
+    )
+    .unwrap();
+    let new = || device.zeros(Element::F32, 4, 4).unwrap();
+    let (target, source) = (new(), new());
+    let launch = |_| device.add_assign(&target, &source).err();
+    let error = (0..5000).find_map(launch).unwrap();
+    assert!(
+        matches!(error, Error::Deadline { waited, .. } if waited >= deadline),
+        "{error}"
+    );
+    assert!(matches!(device.wait(), Err(Error::Lost)));
+}

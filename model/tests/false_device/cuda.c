@@ -1,0 +1,66 @@
+/* A driver whose one device is the host's memory: copies are done at once, kernels are only counted. What a test
+ * wants of it is in the environment: kernels from the FALSE_HANG_FROMth on never end. A program that then queues more
+ * than the queue holds ends with the exit code 77: a driver lets it wait for ever. */
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { SUCCESS = 0, NOT_READY = 600, QUEUE = 1024 };
+static long launched;
+
+/* Kernels that have ended or will. */
+static long ending(void) {
+    const char *value = getenv("FALSE_HANG_FROM");
+    return value ? atol(value) : launched;
+}
+
+int cuDriverGetVersion(int *version) { *version = 13000; return SUCCESS; }
+int cuInit(unsigned flags) { return SUCCESS; }
+int cuDeviceGetCount(int *count) { *count = 1; return SUCCESS; }
+int cuDeviceGet(int *device, int index) { *device = index; return SUCCESS; }
+int cuDeviceGetName(char *name, int length, int device) { strncpy(name, "False GPU", length); return SUCCESS; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    *value = attribute == 75 ? 8 : attribute == 16 ? 4 : 0;
+    return SUCCESS;
+}
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = 8ull << 30; return SUCCESS; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)8; return SUCCESS; }
+int cuDevicePrimaryCtxRelease_v2(int device) { return SUCCESS; }
+int cuCtxSetCurrent(void *context) { return SUCCESS; }
+int cuMemGetInfo_v2(size_t *free, size_t *total) { *free = *total = 8ull << 30; return SUCCESS; }
+int cuMemAlloc_v2(unsigned long long *address, size_t bytes) {
+    void *memory = aligned_alloc(512, (bytes + 511) / 512 * 512);
+    *address = (unsigned long long)memory;
+    return memory ? SUCCESS : 2;
+}
+int cuMemFree_v2(unsigned long long address) { free((void *)address); return SUCCESS; }
+int cuMemHostAlloc(void **memory, size_t bytes, unsigned flags) { *memory = malloc(bytes); return SUCCESS; }
+int cuMemFreeHost(void *memory) { free(memory); return SUCCESS; }
+int cuMemcpyHtoDAsync_v2(unsigned long long to, const void *from, size_t bytes, void *stream) {
+    memcpy((void *)to, from, bytes);
+    return SUCCESS;
+}
+int cuMemcpyDtoHAsync_v2(void *to, unsigned long long from, size_t bytes, void *stream) {
+    memcpy(to, (void *)from, bytes);
+    return SUCCESS;
+}
+int cuMemsetD8Async(unsigned long long address, unsigned char value, size_t bytes, void *stream) {
+    memset((void *)address, value, bytes);
+    return SUCCESS;
+}
+int cuStreamCreate(void **stream, unsigned flags) { *stream = (void *)16; return SUCCESS; }
+int cuStreamDestroy_v2(void *stream) { return SUCCESS; }
+int cuStreamIsCapturing(void *stream, int *status) { *status = 0; return SUCCESS; }
+int cuEventCreate(long **event, unsigned flags) { *event = calloc(1, sizeof **event); return SUCCESS; }
+int cuEventRecord(long *event, void *stream) { *event = launched; return SUCCESS; }
+int cuEventQuery(long *event) { return *event <= ending() ? SUCCESS : NOT_READY; }
+int cuEventDestroy_v2(long *event) { free(event); return SUCCESS; }
+int cuModuleLoadData(void **module, const void *image) { *module = (void *)24; return SUCCESS; }
+int cuModuleGetFunction(void **function, void *module, const char *name) { *function = (void *)32; return SUCCESS; }
+int cuModuleUnload(void *module) { return SUCCESS; }
+int cuFuncSetAttribute(void *function, int attribute, int value) { return SUCCESS; }
+int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, void *stream, void **parameters, void **extra) {
+    if (++launched - ending() > QUEUE) _exit(77);
+    return SUCCESS;
+}
