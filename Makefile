@@ -3,7 +3,7 @@ SHELL := /bin/bash
 CARGO ?= cargo
 CARGO_DENY := 0.20.2
 
-.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation check-kill check-chaos check-lost-coordinator check-kernels check-gpu-ops check-gpu-train
+.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation check-kill check-chaos check-lost-coordinator check-kernels check-gpu-ops check-gpu-train check-gpu-forward
 
 build:
 	$(CARGO) build --release --locked --bin espalier
@@ -69,3 +69,6 @@ check-gpu-ops:
 
 check-gpu-train:
 	bench/gpu-train.sh
+
+check-gpu-forward:
+	bench/gpu-forward.sh

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# make check-gpu-train: a training step and scoring of SmolLM2-135M's shape, 8 x 1024 tokens, on a GPU, in turns with
-# PyTorch (transformers' Llama, SDPA, bf16 autocast, fused AdamW; the better of eager and eager in a CUDA graph):
-# at least its tokens/s, with at most 1.25 times the memory it is known to take. Before that: small models trained on
-# the GPU beside the CPU backend, and the untrained model's loss and gradient norm beside its.
+# make check-gpu-train: training steps on a GPU, in turns with PyTorch (transformers' Llama, SDPA, bf16 autocast, fused
+# AdamW; the better of eager and eager in a CUDA graph): SmolLM2-135M's shape at 8 x 1024, the same taught by a parent
+# of its shape, and a 1.2B Llama at 4 x 2048. bench/peer/compare_gpu.py says what must hold. Before that: small models
+# trained on the GPU beside the CPU backend.
 # Needs a GPU (see tests/checks/gpu-ops.sh) and a python3 with torch for CUDA and transformers, which PYTHON names.
 # ROUNDS=n repeats each measurement (default 3); DEVICE=cuda:1 takes another; BENCH=program and
 # TESTS=program (cuda_training) take builds of your own.
@@ -23,5 +23,5 @@ fi
 
 directory=$(mktemp -d)
 trap 'rm -rf "$directory"' EXIT
-cp arch/tests/configs/smollm2-135m.json "$directory/config.json"
-"${PYTHON:-python3}" bench/peer/compare_gpu.py "$bench" "$directory" "${ROUNDS:-3}" "${DEVICE:-cuda:0}"
+"${PYTHON:-python3}" bench/peer/compare_gpu.py "$bench" arch/tests/configs/smollm2-135m.json \
+    bench/peer/shapes/llama-1.2b.json "$directory" "${ROUNDS:-3}" "${DEVICE:-cuda:0}"

@@ -1,8 +1,8 @@
 //! A few timings, so that a change of speed shows beside a change of bits: medians after warm-up.
 
 use espalier_model::ops::cuda::{
-    AttentionGradients, AttentionInputs, AttentionShape, CudaDevice, CudaParameter, CudaStep, Element,
-    Matrix, Onto, Result,
+    AttentionGradients, AttentionInputs, AttentionShape, CudaDevice, CudaParameter, CudaStep, DecodeCache,
+    Element, Matrix, Onto, Result,
 };
 
 const RUNS: usize = 20;
@@ -39,6 +39,10 @@ pub(crate) fn report(device: &CudaDevice) -> Result<()> {
     products(device)?;
     attention(device, 8, 1024, 9, 3, 64)?;
     attention(device, 4, 2048, 16, 16, 128)?;
+    for rows in [1, 64] {
+        few_rows(device, rows)?;
+        decode_attention(device, rows, 512 * rows.min(2))?;
+    }
     optimiser(device)?;
     launches(device)
 }
@@ -100,6 +104,75 @@ fn attention(
         "attention {sequences}x{tokens}, {heads}/{groups} heads of {head_dim}: forward {:.0} µs, backward {:.0} µs",
         forward * 1e3,
         backward * 1e3
+    );
+    Ok(())
+}
+
+/// The products of a token of each of `rows` sequences through a 1.2B Llama, each over weights enough that none
+/// stays in a cache.
+fn few_rows(device: &CudaDevice, rows: usize) -> Result<()> {
+    for (inner, out) in [
+        (2048, 3072),
+        (2048, 2048),
+        (2048, 16384),
+        (8192, 2048),
+        (2048, 128256),
+    ] {
+        let copies = ((256 << 20) / (inner * out * 2)).max(1);
+        let weight = noise(device, copies * out, inner)?;
+        let x = noise(device, rows, inner)?;
+        let output = device.matrix(Element::Bf16, rows, out)?;
+        let ms = time(device, || {
+            (0..copies).try_for_each(|copy| {
+                let weight = weight.narrow_rows(copy * out, out)?;
+                device.linear(&x, &weight, None, Onto::Nothing, &output)
+            })
+        })? / copies as f64;
+        println!(
+            "linear {rows}x{inner}x{out}: {:.1} µs, {:.2} TB/s",
+            ms * 1e3,
+            (inner * out * 2) as f64 / ms / 1e9
+        );
+    }
+    Ok(())
+}
+
+/// One token of each of `sequences` sequences over `keys` cached ones, 32 query heads and 8 KV heads of 64.
+fn decode_attention(device: &CudaDevice, sequences: usize, keys: usize) -> Result<()> {
+    let (heads, groups, head_dim) = (32, 8, 64);
+    let kv_width = groups * head_dim;
+    let (q, output) = (
+        noise(device, sequences, heads * head_dim)?,
+        device.matrix(Element::Bf16, sequences, heads * head_dim)?,
+    );
+    let (k, v) = (
+        noise(device, sequences, kv_width)?,
+        noise(device, sequences, kv_width)?,
+    );
+    let copies = ((128 << 20) / (sequences * keys * kv_width * 2)).max(1);
+    let caches = (0..copies)
+        .map(|_| {
+            let one = || noise(device, sequences * keys, kv_width);
+            Ok((one()?, one()?))
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let lengths = device.upload_i32(&vec![i32::try_from(keys).unwrap_or(0); sequences])?;
+    let ms = time(device, || {
+        caches.iter().try_for_each(|(keys_cache, values)| {
+            let cache = DecodeCache {
+                keys: keys_cache,
+                values,
+                capacity: keys,
+                lengths: &lengths,
+            };
+            device.decode_attention(&q, &k, &v, cache, None, &output, head_dim, 0)
+        })
+    })? / copies as f64;
+    let bytes = (sequences * keys * kv_width * 4) as f64;
+    println!(
+        "decode_attention {sequences} over {keys}, {heads}/{groups} heads of {head_dim}: {:.1} µs, {:.2} TB/s",
+        ms * 1e3,
+        bytes / ms / 1e9
     );
     Ok(())
 }
