@@ -7,14 +7,19 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
+use espalier_arch::Architecture;
+use espalier_model::decode::Session;
 use espalier_model::ops::cuda::{
     AttentionGradients, AttentionInputs, AttentionShape, CudaDevice, CudaOperations, CudaParameter, CudaStep,
     Element, Error, KernelNeeds, Options, Result, Version, compile_all,
 };
-use espalier_model::ops::{Head, Operations};
-use espalier_model::{ElementType, Tensor};
+use espalier_model::ops::{Head, Layout, Operations};
+use espalier_model::train::{Hyperparameters, MicroBatch, Objective, Trainer};
+use espalier_model::{ElementType, Model, Tensor};
+use serde_json::json;
 
 const DRIVER: &str = include_str!("false_device/cuda.c");
 const COMPILER: &str = include_str!("false_device/nvrtc.c");
@@ -320,4 +325,74 @@ fn a_hung_kernel() {
         "{error}"
     );
     assert!(matches!(device.wait(), Err(Error::Lost)));
+}
+
+#[test]
+fn steps_and_tokens_give_back_what_they_take_also_when_memory_runs_out() {
+    passes("memory_of_steps", &[]);
+}
+
+/// Biases, norms of heads, a window, widths that allow no vectors.
+fn odd_model(operations: &CudaOperations, family: &str) -> Model {
+    let mut config = json!({
+        "model_type": family, "hidden_act": "silu", "hidden_size": 96, "intermediate_size": 77,
+        "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 101,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": true,
+    });
+    match family {
+        "qwen3" => config["head_dim"] = json!(48),
+        "mistral" => config["sliding_window"] = json!(u32::MAX),
+        _ => {}
+    }
+    Model::random(&Architecture::from_config(&config).unwrap(), 1, operations).unwrap()
+}
+
+#[test]
+#[ignore = "runs in a process of its own, started by the others"]
+fn memory_of_steps() {
+    for family in ["llama", "qwen2", "qwen3", "mistral"] {
+        let operations = Arc::new(operations());
+        let in_use = || operations.device().usage().in_use;
+        let student = odd_model(&operations, family);
+        let mut trainer = Trainer::new(operations.clone(), &student, usize::MAX).unwrap();
+        let mut step = |sequences: usize| {
+            let layout = Layout {
+                sequences,
+                tokens: 19,
+            };
+            let batch = MicroBatch {
+                tokens: &vec![7; layout.rows()],
+                layout,
+                objective: Objective::NextToken,
+            };
+            trainer.accumulate(&batch, batch.predictions())?;
+            // What nothing computed may be anything: only where it lies matters here.
+            let _ = trainer
+                .update(&Hyperparameters::default(), batch.predictions())?
+                .read();
+            Ok::<_, espalier_model::Error>(())
+        };
+        step(3).unwrap();
+        let after_one = in_use();
+        for sequences in [3, 5, 1] {
+            step(sequences).unwrap();
+            assert_eq!(in_use(), after_one, "{family}, {sequences} sequences");
+        }
+        let refused = step(20_000).unwrap_err();
+        assert!(
+            matches!(refused, espalier_model::Error::Cuda(Error::OutOfMemory { .. })),
+            "{refused}"
+        );
+        assert_eq!(in_use(), after_one, "{family}, a step that found no memory");
+        step(3).unwrap();
+        assert_eq!(in_use(), after_one, "{family}, a step after that");
+
+        let mut session = Session::new(operations.clone(), Arc::new(student), 2, 64).unwrap();
+        drop(session.prefill(&[7; 10]).unwrap());
+        let before = in_use();
+        for _ in 0..20 {
+            drop(session.decode(&[7, 8]).unwrap());
+        }
+        assert_eq!(in_use(), before, "{family}, decoding");
+    }
 }

@@ -1,7 +1,7 @@
 //! The driver's functions behind safe ones: versions, devices, the context, raw memory, streams, events.
 //!
-//! Only this file, `library.rs`, `cache.rs`, `transfer.rs`, `launch.rs`, `nvrtc.rs` and `cublas.rs` hold `unsafe`. Nothing
-//! here waits for the device; what waits is in `stream.rs`, and has a deadline.
+//! Only this file, `library.rs`, `cache.rs`, `transfer.rs`, `launch.rs`, `nvrtc.rs` and `cublas.rs` hold `unsafe`.
+//! Nothing here waits for the device; what waits is in `stream.rs`, and has a deadline.
 
 use std::ffi::c_void;
 use std::sync::Arc;
