@@ -100,6 +100,20 @@ pub enum Error {
         /// What would be right.
         expected: String,
     },
+    /// Training state that no file of a checkpoint has.
+    #[error(
+        "{tensor}: elements {from} to {to} are in none of the checkpoint's {files} files: one is missing, or it is of other blocks"
+    )]
+    MissingState {
+        /// State and tensor.
+        tensor: String,
+        /// The first element that is missing.
+        from: usize,
+        /// Where what was asked for ends.
+        to: usize,
+        /// How many were given.
+        files: usize,
+    },
     /// A file that is not what it should be.
     #[error("{path}: {reason}")]
     Damaged {

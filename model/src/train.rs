@@ -8,22 +8,18 @@
 //! decides by itself whether it may be applied.
 
 use std::collections::VecDeque;
-use std::path::Path;
 use std::sync::Arc;
-
-use espalier_arch::Architecture;
-use serde_json::json;
 
 use crate::collective::Communicator;
 use crate::ops::{AdamWStep, Layout, Operations, Pending};
 use crate::weights::StageWeights;
-use crate::weights::file::{TensorFile, save_tensors};
 use crate::{Error, Model, Result, Tensor};
 
 mod grid;
 mod optimiser;
 mod order;
 mod pipeline;
+mod saved;
 mod schedule;
 mod sharded;
 mod shards;
@@ -31,6 +27,7 @@ pub mod split;
 mod stage;
 
 pub use grid::{Grid, Layers};
+pub use saved::{Checkpoint, Parts, SavedFile, Writing};
 pub use schedule::Schedule;
 
 use optimiser::{Optimiser, Whole};
@@ -200,7 +197,7 @@ impl Trainer {
         activation_bytes: usize,
     ) -> Result<Self> {
         if let Some(grid) = &grid {
-            grid.expect_stage(student)?;
+            grid.expect_stage(&student.range(), student.architecture())?;
         }
         let (optimiser, stage) = match grid.as_ref().and_then(Grid::shared) {
             None => {
@@ -246,7 +243,7 @@ impl Trainer {
     /// When the stage is not the one that the grid has here, or its vocabulary is not the student's.
     pub fn with_parent(self, parent: StageWeights) -> Result<Self> {
         if let Some(grid) = &self.grid {
-            grid.expect_stage(&parent)?;
+            grid.expect_stage(&parent.range(), parent.architecture())?;
         }
         let (given, own) = (parent.architecture(), self.stage.weights.architecture());
         if given.vocab_size != own.vocab_size {
@@ -409,50 +406,6 @@ impl Trainer {
             predictions,
             ranks: self.grid.as_ref().map(|grid| Arc::clone(&grid.all)),
         })
-    }
-
-    /// Writes weights, moments and the count of steps, exact to the bit, whole or not at all.
-    ///
-    /// # Errors
-    /// When the file cannot be written.
-    pub fn save(&self, path: &Path) -> Result<()> {
-        let specs = self.stage.weights.specs();
-        let kept = self.optimiser.kept(&self.stage)?;
-        let mut tensors = Vec::new();
-        for (which, prefix) in ["weight/", "first_moment/", "second_moment/"]
-            .into_iter()
-            .enumerate()
-        {
-            for kept in &kept {
-                if let (Some(spec), Some(tensor)) = (specs.get(kept.tensor), kept.state.get(which)) {
-                    // A part of a tensor says where it begins.
-                    let place = match kept.range.len() as u64 == spec.elements() {
-                        true => String::new(),
-                        false => format!("@{}", kept.range.start),
-                    };
-                    tensors.push((format!("{prefix}{}{place}", spec.name), tensor));
-                }
-            }
-        }
-        let metadata = json!({ "architecture": self.stage.weights.architecture(), "steps": self.steps });
-        save_tensors(path, &tensors, &metadata, self.stage.operations.as_ref())
-    }
-
-    /// Goes on from what [`Trainer::save`] wrote: the next step is what it would have been.
-    ///
-    /// # Errors
-    /// When the file cannot be read or is cut.
-    pub fn load(operations: Arc<dyn Operations>, path: &Path, activation_bytes: usize) -> Result<Self> {
-        let file = TensorFile::open(path)?;
-        let architecture: Architecture = file.field("architecture")?;
-        let part = |prefix| file.model(prefix, &architecture, operations.as_ref());
-        let (masters, moments) = (
-            part("weight/")?,
-            [part("first_moment/")?, part("second_moment/")?],
-        );
-        let steps = file.field("steps")?;
-        let (optimiser, stage) = whole(operations, masters, moments)?;
-        Self::from_parts(stage, optimiser, None, steps, activation_bytes)
     }
 }
 

@@ -12,7 +12,7 @@ mod stage;
 mod tensors;
 
 pub use stage::StageWeights;
-pub(crate) use tensors::{for_blocks, is_vector};
+pub(crate) use tensors::{for_blocks, is_vector, matrix_shape};
 
 /// Weights of one attention block.
 #[derive(Debug, Clone)]

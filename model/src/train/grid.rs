@@ -3,10 +3,12 @@
 //! Rank `stage * replicas + replica` holds stage `stage` of replica `replica`. Ranks of one stage share out its
 //! optimiser; those of one replica hand activations on. Any of the two may be one.
 
+use std::ops::Range;
 use std::sync::Arc;
 
+use espalier_arch::Architecture;
+
 use crate::collective::{Communicator, Gang};
-use crate::weights::StageWeights;
 use crate::{Error, Result};
 
 /// How many stages and replicas there are.
@@ -99,24 +101,22 @@ impl Grid {
             .map(|replicas| (self, Arc::clone(replicas)))
     }
 
-    /// An error unless `weights` are a stage that may stand here.
-    pub(super) fn expect_stage(&self, weights: &StageWeights) -> Result<()> {
-        let first = self.stage == 0;
-        let last = self.stage + 1 == self.layers.stages;
-        if (weights.is_first(), weights.is_last()) == (first, last) {
+    /// An error unless blocks `range` are a stage that may stand here.
+    pub(super) fn expect_stage(&self, range: &Range<usize>, architecture: &Architecture) -> Result<()> {
+        let (first, last) = (self.stage == 0, self.stage + 1 == self.layers.stages);
+        let blocks = architecture.blocks.len();
+        if (range.start == 0, range.end == blocks) == (first, last) {
             return Ok(());
         }
-        let range = weights.range();
         Err(Error::OutOfRange {
             what: "the first block of a stage",
             value: range.start,
             expected: format!(
-                "stage {} of {} (given: blocks {} to {} of {})",
+                "blocks of stage {} of {}, not blocks {} to {} of {blocks}",
                 self.stage + 1,
                 self.layers.stages,
                 range.start,
                 range.end,
-                weights.architecture().blocks.len()
             ),
         })
     }

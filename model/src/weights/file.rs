@@ -12,21 +12,49 @@ use espalier_arch::Architecture;
 use safetensors::{Dtype, View};
 use serde_json::Value;
 
-use super::{Model, StageWeights, for_blocks};
+use super::{Model, for_blocks};
 use crate::files;
 use crate::ops::Operations;
 use crate::{Error, Result, Tensor};
 
 /// Longest header that is believed.
 const MAX_HEADER_BYTES: u64 = 100 << 20;
+/// Elements read at a time.
+const PIECE: usize = 1 << 20;
 /// The one key of our metadata (a map with several would be written in no fixed order).
 const METADATA_KEY: &str = "espalier";
 
-/// One tensor on its way to a file, brought to the host only when its turn comes.
-struct Outgoing<'a> {
-    tensor: &'a Tensor,
-    operations: &'a dyn Operations,
+/// One tensor on its way to a file.
+pub(crate) struct Outgoing<'a> {
+    data: Data<'a>,
     shape: Vec<usize>,
+}
+
+enum Data<'a> {
+    /// Brought to the host only when its turn comes.
+    Tensor(&'a Tensor, &'a dyn Operations),
+    Copied(Vec<f32>),
+}
+
+impl<'a> Outgoing<'a> {
+    pub(crate) fn of(tensor: &'a Tensor, operations: &'a dyn Operations) -> Self {
+        Self {
+            shape: vec![tensor.rows(), tensor.columns()],
+            data: Data::Tensor(tensor, operations),
+        }
+    }
+
+    /// Values that are on the host already, row by row.
+    pub(crate) fn copied(values: Vec<f32>, shape: [usize; 2]) -> Self {
+        Self {
+            shape: shape.to_vec(),
+            data: Data::Copied(values),
+        }
+    }
+}
+
+fn little_endian(values: &[f32]) -> Cow<'static, [u8]> {
+    Cow::Owned(values.iter().flat_map(|value| value.to_le_bytes()).collect())
 }
 
 impl View for Outgoing<'_> {
@@ -39,37 +67,29 @@ impl View for Outgoing<'_> {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        // A device that fails here gives too few bytes, which the caller's length check reports.
-        let values = self.operations.download(self.tensor).unwrap_or_default();
-        Cow::Owned(values.into_iter().flat_map(f32::to_le_bytes).collect())
+        match &self.data {
+            // A device that fails here gives too few bytes, which the caller's length check reports.
+            Data::Tensor(tensor, operations) => {
+                little_endian(&operations.download(tensor).unwrap_or_default())
+            }
+            Data::Copied(values) => little_endian(values),
+        }
     }
 
     fn data_len(&self) -> usize {
-        self.tensor.len() * size_of::<f32>()
+        self.shape.iter().product::<usize>() * size_of::<f32>()
     }
 }
 
 /// Writes tensors under their names with one text of metadata, whole or not at all.
 pub(crate) fn save_tensors(
     path: &Path,
-    tensors: &[(String, &Tensor)],
+    tensors: Vec<(String, Outgoing<'_>)>,
     metadata: &Value,
-    operations: &dyn Operations,
 ) -> Result<()> {
-    let outgoing = tensors.iter().map(|(name, tensor)| {
-        let shape = vec![tensor.rows(), tensor.columns()];
-        (
-            name.clone(),
-            Outgoing {
-                tensor,
-                operations,
-                shape,
-            },
-        )
-    });
     let metadata = HashMap::from([(METADATA_KEY.to_owned(), metadata.to_string())]);
     files::write_atomically(path, |partial| {
-        safetensors::serialize_to_file(outgoing, Some(metadata), partial)
+        safetensors::serialize_to_file(tensors, Some(metadata), partial)
             .map_err(|error| unwritten(path, error))?;
         // Opening checks that every byte the header promises is there.
         TensorFile::open(partial).map(drop)
@@ -94,6 +114,7 @@ fn damaged(path: &Path, reason: impl ToString) -> Error {
 }
 
 /// A file that [`save_tensors`] wrote, read by position so that a cut file is an error and not a fault.
+#[derive(Debug)]
 pub(crate) struct TensorFile {
     path: PathBuf,
     file: File,
@@ -165,35 +186,48 @@ impl TensorFile {
                 found: shape.clone(),
             });
         }
-        let mut bytes = vec![0; rows * columns * size_of::<f32>()];
-        self.file
-            .read_exact_at(&mut bytes, *offset)
-            .map_err(|source| Error::Io {
-                path: self.path.clone(),
-                source,
-            })?;
-        let values: Vec<f32> = bytes
-            .as_chunks::<4>()
-            .0
-            .iter()
-            .map(|chunk| f32::from_le_bytes(*chunk))
-            .collect();
-        drop(bytes);
+        let mut values = vec![0.0; rows * columns];
+        self.fill(*offset, &mut values)?;
         operations.upload(&values, rows, columns)
     }
 
-    /// A model of this shape in f32, whose tensors are stored as `prefix` and the checkpoint's name.
-    pub(crate) fn model(
-        &self,
-        prefix: &str,
-        architecture: &Architecture,
-        operations: &dyn Operations,
-    ) -> Result<StageWeights> {
-        StageWeights::build(architecture, 0..architecture.blocks.len(), |spec| {
-            let (rows, columns) = super::tensors::matrix_shape(&spec.shape);
-            self.read(&format!("{prefix}{}", spec.name), rows, columns, operations)
-        })?
-        .stacked(operations)
+    /// Every entry's name and how many elements it has.
+    pub(crate) fn names(&self) -> impl Iterator<Item = (&str, usize)> {
+        let entries = self.entries.iter();
+        entries.map(|(name, (_, shape))| (name.as_str(), shape.iter().product()))
+    }
+
+    /// Elements of entry `name` from its `first`th on.
+    pub(crate) fn read_elements(&self, name: &str, first: usize, values: &mut [f32]) -> Result<()> {
+        let missing = || damaged(&self.path, format!("tensor {name} is missing"));
+        let (offset, shape) = self.entries.get(name).ok_or_else(missing)?;
+        if first + values.len() > shape.iter().product() {
+            return Err(damaged(
+                &self.path,
+                format!("tensor {name} has {shape:?} elements, expected more than {first}"),
+            ));
+        }
+        self.fill(offset + (first * size_of::<f32>()) as u64, values)
+    }
+
+    /// As many elements as there is room for, from byte `offset` on.
+    fn fill(&self, offset: u64, values: &mut [f32]) -> Result<()> {
+        let mut offset = offset;
+        let mut bytes = vec![0; size_of::<f32>() * values.len().min(PIECE)];
+        for piece in values.chunks_mut(PIECE) {
+            let bytes = bytes.get_mut(..size_of_val(piece)).unwrap_or_default();
+            self.file
+                .read_exact_at(bytes, offset)
+                .map_err(|source| Error::Io {
+                    path: self.path.clone(),
+                    source,
+                })?;
+            offset += bytes.len() as u64;
+            for (value, chunk) in piece.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                *value = f32::from_le_bytes(*chunk);
+            }
+        }
+        Ok(())
     }
 
     /// What of the metadata lies under `key`.
@@ -228,13 +262,12 @@ impl Model {
     /// # Errors
     /// When the file cannot be written.
     pub fn save(&self, path: &Path, operations: &dyn Operations) -> Result<()> {
-        let tensors: Vec<(String, &Tensor)> = self
-            .named_tensors()
+        let named = self.named_tensors();
+        let tensors = named
             .into_iter()
-            .map(|(spec, tensor)| (spec.name, tensor))
-            .collect();
+            .map(|(spec, tensor)| (spec.name, Outgoing::of(tensor, operations)));
         let metadata = serde_json::json!({ "architecture": self.architecture });
-        save_tensors(path, &tensors, &metadata, operations)
+        save_tensors(path, tensors.collect(), &metadata)
     }
 
     /// Reads what [`Model::save`] wrote.
