@@ -2,8 +2,8 @@
 //!
 //! A [`Gang`] is every rank of a task; a [`Communicator`] joins some of them. Tensors that move are contiguous and
 //! are *given away*: what is under way belongs to its [`InFlight`] until the wait, so nobody writes it meanwhile.
-//! How it moves is in the rooms below: [`tcp`] between CPUs, over the connections of a [`mesh`]; [`local`] within a
-//! process, for tests.
+//! How it moves is in the rooms below, over the connections of a [`mesh`]: [`tcp`] between CPUs, [`nccl`] between GPUs;
+//! [`local`] within a process, for tests. [`Operations::gang`](crate::ops::Operations::gang) chooses.
 //!
 //! The rules for callers: every rank of a communicator makes the same collective calls in the same order, and
 //! messages from one rank to another are received in the order in which they were sent. A message may not be gone
@@ -13,7 +13,9 @@
 mod error;
 mod host;
 pub mod local;
+mod members;
 pub mod mesh;
+pub mod nccl;
 pub mod tcp;
 
 use std::collections::HashMap;
@@ -113,7 +115,8 @@ pub trait Communicator: Send + Sync + Debug {
     fn abort(&self);
 }
 
-/// A tensor on its way.
+/// A tensor on its way. One that is dropped still gets there, as long as its communicator lives; after a send from a
+/// GPU that is better than to wait, which holds up what is computed next until the receiver has come.
 #[must_use = "what is under way is lost unless somebody waits for it"]
 pub struct InFlight(Box<dyn Flight>);
 

@@ -15,12 +15,16 @@ pub mod cuda;
 mod tokens;
 
 use std::fmt::Debug;
+use std::sync::Arc;
 
 use espalier_arch::{Architecture, Attention};
 
 pub use tokens::TokenBatch;
 pub(crate) use tokens::{CudaTokens, HostTokens};
 
+use crate::collective::Gang;
+use crate::collective::mesh::Mesh;
+use crate::collective::tcp::TcpGang;
 use crate::{Device, ElementType, Result, Tensor};
 
 /// The backend of `device`, with its own defaults.
@@ -221,6 +225,14 @@ pub trait Operations: Send + Sync + Debug {
     /// Makes ready what models of this shape need and takes a while, so that the first step is like the others.
     fn prepare(&self, _architecture: &Architecture) -> Result<()> {
         Ok(())
+    }
+
+    /// The ranks of `mesh` as a gang whose tensors are this backend's.
+    ///
+    /// # Errors
+    /// When what moves them is not there.
+    fn gang(&self, mesh: Arc<Mesh>) -> Result<Arc<dyn Gang>> {
+        Ok(Arc::new(TcpGang::new(mesh)))
     }
 
     /// A tensor of zeros.

@@ -1,12 +1,11 @@
 //! What the CUDA backend does on the host, where there is no GPU: what it refuses, and how long it waits.
 //!
-//! A driver, a compiler and a cuBLASLt that compute nothing (`false_device/`) are built with the machine's C compiler.
-//! Libraries are loaded once in a process, so each case runs this program again with them first on the loader's path.
+//! `false_device/` builds the libraries, which compute nothing.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use std::path::Path;
-use std::process::Command;
+mod false_device;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,63 +18,8 @@ use espalier_model::ops::cuda::{
 use espalier_model::ops::{Head, Layout, Operations};
 use espalier_model::train::{Hyperparameters, MicroBatch, Objective, Trainer};
 use espalier_model::{ElementType, Model, Tensor};
+use false_device::{COMPILER, PRODUCTS, build, build_device, passes_with};
 use serde_json::json;
-
-const DRIVER: &str = include_str!("false_device/cuda.c");
-const COMPILER: &str = include_str!("false_device/nvrtc.c");
-const PRODUCTS: &str = include_str!("false_device/cublaslt.c");
-
-/// Builds a library of `source` under `name`; false where there is no C compiler.
-fn build(directory: &Path, name: &str, source: &str, macros: &[&str]) -> bool {
-    let file = directory.join(name).with_extension("c");
-    std::fs::write(&file, source).unwrap();
-    let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
-    let built = Command::new(&compiler)
-        .args(["-shared", "-fPIC", "-o"])
-        .arg(directory.join(name))
-        .arg(format!("-Wl,-soname,{name}"))
-        .args(macros)
-        .arg(&file)
-        .status();
-    match built {
-        Ok(status) => {
-            assert!(status.success(), "{compiler} refuses {name}");
-            true
-        }
-        Err(error) => {
-            eprintln!("skipped: no C compiler ({compiler}: {error}) to build a false device with");
-            false
-        }
-    }
-}
-
-fn build_device(directory: &Path) -> bool {
-    // By the name that is tried first as well, so that a real driver is not.
-    build(directory, "libcuda.so", DRIVER, &[])
-        && build(directory, "libcuda.so.1", DRIVER, &[])
-        && build(
-            directory,
-            "libnvrtc.so.13",
-            COMPILER,
-            &["-DVERSION=13000", "-DRESULT=0"],
-        )
-        && build(directory, "libnvrtc-builtins.so.13.0", "", &[])
-        && build(directory, "libcublasLt.so.13", PRODUCTS, &["-DVERSION=130000"])
-}
-
-/// That `case` below passes in a process that finds the libraries in `directory`.
-fn passes_with(case: &str, directory: &Path, settings: &[(&str, &str)]) {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", case, "--ignored", "--nocapture"])
-        .env("LD_LIBRARY_PATH", directory)
-        .env("ESPALIER_CUDA_LIBRARIES", directory)
-        .envs(settings.iter().copied())
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{case}: {}\n{said}", output.status);
-    assert!(said.contains("1 passed"), "{said}");
-}
 
 /// That `case` below passes on a false device.
 fn passes(case: &str, settings: &[(&str, &str)]) {

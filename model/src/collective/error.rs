@@ -93,6 +93,12 @@ pub enum Error {
         /// What would be right.
         most: usize,
     },
+    /// A device that failed, or NCCL on it.
+    #[error("this rank's device cannot go on: {reason}")]
+    Device {
+        /// What it said.
+        reason: String,
+    },
     /// A thread or a socket that the system does not give.
     #[error("{what}: {reason}")]
     System {

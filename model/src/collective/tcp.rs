@@ -13,10 +13,11 @@ mod worker;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::members::Members;
 use super::mesh::Mesh;
 use super::{Communicator, Formed, Gang, InFlight, expect_other, host, position, share_of};
 use crate::{ElementType, Result, Tensor};
-use call::{Call, Members};
+use call::Call;
 use worker::Worker;
 
 /// A gang of CPUs.
@@ -119,7 +120,7 @@ impl Communicator for Tcp {
     }
 
     fn size(&self) -> usize {
-        self.members.ranks.len()
+        self.members.size()
     }
 
     fn all_reduce(&self, tensor: Tensor) -> Result<InFlight> {

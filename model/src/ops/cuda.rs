@@ -12,6 +12,7 @@
 
 mod arena;
 mod attention;
+mod beside;
 mod cache;
 mod catalogue;
 mod columns;
@@ -29,6 +30,7 @@ mod loss;
 mod matmul;
 mod matrix;
 mod memory;
+mod nccl;
 mod norm;
 mod nvrtc;
 mod operations;
@@ -41,6 +43,7 @@ mod transfer;
 
 pub use arena::Usage;
 pub use attention::{AttentionGradients, AttentionInputs, AttentionShape, CachedKeys};
+pub(crate) use beside::Beside;
 pub use catalogue::{KernelNeeds, KernelReport, compile_all};
 pub use decode::DecodeCache;
 pub use device::{CudaDevice, DeviceInfo, Options, discover};
@@ -50,6 +53,8 @@ pub use library::{REQUIRED, SEARCH_VARIABLE};
 pub use loss::LogitGradient;
 pub use matmul::Onto;
 pub use matrix::{Element, Matrix};
+pub use nccl::nccl_version;
+pub(crate) use nccl::{Id, Link};
 pub use norm::NormResidual;
 pub use operations::CudaOperations;
 pub use optimiser::{CudaParameter, CudaStep, Optimiser};

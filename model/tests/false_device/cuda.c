@@ -49,6 +49,9 @@ int cuMemsetD8Async(unsigned long long address, unsigned char value, size_t byte
     return SUCCESS;
 }
 int cuStreamCreate(void **stream, unsigned flags) { *stream = (void *)16; return SUCCESS; }
+int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) { return cuStreamCreate(stream, flags); }
+int cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return SUCCESS; }
+int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { return SUCCESS; }
 int cuStreamDestroy_v2(void *stream) { return SUCCESS; }
 int cuStreamIsCapturing(void *stream, int *status) { *status = 0; return SUCCESS; }
 int cuEventCreate(long **event, unsigned flags) { *event = calloc(1, sizeof **event); return SUCCESS; }

@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use espalier_arch::{Architecture, Attention};
+use espalier_model::collective::Gang;
+use espalier_model::collective::mesh::Mesh;
 use espalier_model::ops::{
     AdamWParameter, AdamWStep, Axis, Head, HeadGradient, KvCache, Layout, Linear, LinearGradient, Losses,
     Operations, Pending, RopeTable, TokenBatch,
@@ -62,6 +64,7 @@ macro_rules! beating {
 
 beating! {
     prepare(architecture: &Architecture) -> ();
+    gang(mesh: Arc<Mesh>) -> Arc<dyn Gang>;
     zeros(rows: usize, columns: usize, element_type: ElementType) -> Tensor;
     upload(data: &[f32], rows: usize, columns: usize) -> Tensor;
     download(tensor: &Tensor) -> Vec<f32>;

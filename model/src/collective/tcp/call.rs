@@ -4,10 +4,10 @@
 //! that come in, never so many that a lane fills up: no rank waits for room while another waits for it.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::time::Instant;
 
-use crate::collective::mesh::{Mesh, PIECE};
+use crate::collective::members::Members;
+use crate::collective::mesh::PIECE;
 use crate::collective::{Error, host};
 use crate::{Result, Tensor};
 
@@ -15,17 +15,6 @@ use crate::{Result, Tensor};
 const ELEMENTS: usize = if cfg!(test) { 50 } else { PIECE / 4 };
 /// Pieces that go out to each rank before one must have come from each.
 const AHEAD: usize = 4;
-
-/// The ranks of a communicator, and this one's place among them.
-#[derive(Debug)]
-pub(super) struct Members {
-    pub(super) mesh: Arc<Mesh>,
-    pub(super) rank: usize,
-    /// Their numbers in the gang.
-    pub(super) ranks: Vec<usize>,
-    /// Which of those that these ranks have formed.
-    pub(super) number: u64,
-}
 
 /// What is called.
 #[derive(Debug)]
@@ -157,7 +146,7 @@ impl Call {
 
     /// What is left of a call once all ranks have agreed on it.
     fn together(self, line: &Line<'_>) -> Result<Tensor> {
-        let size = line.members.ranks.len();
+        let size = line.members.size();
         match self {
             Self::AllReduce(mut tensor) => {
                 let shares = shares(tensor.len(), size);
@@ -201,24 +190,6 @@ impl Call {
             Self::Send { tensor, .. } => Ok(tensor),
             Self::Receive { rows, columns, .. } => Tensor::unspecified(rows, columns),
         }
-    }
-}
-
-impl Members {
-    fn others(&self) -> impl Iterator<Item = usize> {
-        (0..self.ranks.len()).filter(|&other| other != self.rank)
-    }
-
-    /// A lane that these ranks use for this and nothing else.
-    fn lane(&self, purpose: &str) -> u64 {
-        let name = format!("{:?} {} {purpose}", self.ranks, self.number);
-        let hash = blake3::hash(name.as_bytes());
-        let start = hash.as_bytes().first_chunk::<8>().copied();
-        u64::from_le_bytes(start.unwrap_or_default())
-    }
-
-    fn in_gang(&self, rank: usize) -> usize {
-        self.ranks.get(rank).copied().unwrap_or(usize::MAX)
     }
 }
 
@@ -314,7 +285,7 @@ impl Line<'_> {
                 let piece = piece_of(&own, index);
                 let (begin, mine) = (sum.len(), whole.get(piece).unwrap_or_default());
                 let part = part.get_mut(..mine.len()).unwrap_or_default();
-                for rank in 0..self.members.ranks.len() {
+                for rank in 0..self.members.size() {
                     let next: &[f32] = if rank == self.members.rank || mine.is_empty() {
                         mine
                     } else {

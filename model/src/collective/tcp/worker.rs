@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::call::{Call, Members};
+use super::call::Call;
+use crate::collective::members::Members;
 use crate::collective::{Error, Flight, InFlight};
 use crate::{Result, Tensor};
 

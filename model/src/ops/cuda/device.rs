@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::arena::Usage;
 use super::attention::Variants;
+use super::beside::Beside;
 use super::driver::{self, Context};
 use super::error::{Error, Result, Version};
 use super::kernel::Kernels;
@@ -189,6 +190,17 @@ impl CudaDevice {
     /// The stream that operations are queued on.
     pub fn compute(&self) -> &Stream {
         &self.compute
+    }
+
+    /// A share of the device for work beside the compute stream.
+    pub(crate) fn beside(&self) -> Beside {
+        Beside {
+            pool: self.pool.clone(),
+            compute: self.compute.clone(),
+            context: self.context.clone(),
+            index: self.info.index,
+            deadline: self.options.deadline,
+        }
     }
 
     /// A stream beside the compute stream.

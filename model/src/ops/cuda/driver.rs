@@ -1,7 +1,7 @@
 //! The driver's functions behind safe ones: versions, devices, the context, raw memory, streams, events.
 //!
-//! Only this file, `library.rs`, `cache.rs`, `transfer.rs`, `launch.rs`, `nvrtc.rs` and `cublas.rs` hold `unsafe`.
-//! Nothing here waits for the device; what waits is in `stream.rs`, and has a deadline.
+//! Only this file, `library.rs`, `cache.rs`, `transfer.rs`, `launch.rs`, `nvrtc.rs`, `cublas.rs` and `nccl.rs` hold
+//! `unsafe`. Nothing here waits for the device; what waits is in `stream.rs`, and has a deadline.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -220,6 +220,23 @@ impl RawStream {
         let handle = checked(
             "cuStreamCreate",
             result::stream::create(result::stream::StreamKind::NonBlocking),
+        )?;
+        Ok(Self {
+            context: context.clone(),
+            handle,
+        })
+    }
+
+    /// As [`RawStream::new`], of the highest priority.
+    pub(super) fn urgent(context: &Arc<Context>) -> Result<Self> {
+        context.bind()?;
+        let (_, highest) = checked(
+            "cuCtxGetStreamPriorityRange",
+            result::stream::get_priority_range(),
+        )?;
+        let handle = checked(
+            "cuStreamCreateWithPriority",
+            result::stream::create_with_priority(result::stream::StreamKind::NonBlocking, highest),
         )?;
         Ok(Self {
             context: context.clone(),

@@ -82,8 +82,8 @@ pub enum Error {
     },
     /// A library of the CUDA toolkit that is not there.
     #[error(
-        "{library} was not found; it {purpose} (searched: {searched}). Install it (the Python wheels nvidia-cuda-nvrtc \
-         and nvidia-cublas hold it) and name its directory in LD_LIBRARY_PATH or ESPALIER_CUDA_LIBRARIES"
+        "{library} was not found; it {purpose} (searched: {searched}). Install it (the Python wheels nvidia-cuda-nvrtc, \
+         nvidia-cublas and nvidia-nccl-cu13 hold what is needed) and name its directory in LD_LIBRARY_PATH or ESPALIER_CUDA_LIBRARIES"
     )]
     LibraryMissing {
         /// Its file.
@@ -149,6 +149,14 @@ pub enum Error {
         call: &'static str,
         /// What it answered.
         code: String,
+    },
+    /// A call of NCCL that failed.
+    #[error("{call} failed: {reason}; NCCL_DEBUG=INFO in the environment lets NCCL tell more")]
+    Nccl {
+        /// The function.
+        call: &'static str,
+        /// What it answered.
+        reason: String,
     },
     /// A matrix product that cuBLASLt refuses.
     #[error("{call} failed for {product}: {code}")]

@@ -87,16 +87,20 @@ pub(super) fn find(library: &'static str, purpose: &'static str) -> Result<Libra
         .ok_or_else(|| missing(library, purpose))
 }
 
-/// A table of functions of a library, each with the type that cudarc's of the same name has, which `sys` must name.
+/// A table of functions of a library, each with the type that cudarc's of the same name has, which `sys` must name;
+/// `without sys`, of one that cudarc does not have, each with the type that its header gives it.
 macro_rules! functions {
     ($(#[$about:meta])* $table:ident { $($name:ident($($argument:ty),* $(,)?) -> $answer:ty;)* }) => {
+        $(const _: unsafe fn($($argument),*) -> $answer = sys::$name;)*
+
+        library::functions! { $(#[$about])* $table without sys { $($name($($argument),*) -> $answer;)* } }
+    };
+    ($(#[$about:meta])* $table:ident without sys { $($name:ident($($argument:ty),* $(,)?) -> $answer:ty;)* }) => {
         $(#[$about])*
         #[allow(non_snake_case)] // the library's own names
         struct $table {
             $($name: unsafe extern "C" fn($($argument),*) -> $answer,)*
         }
-
-        $(const _: unsafe fn($($argument),*) -> $answer = sys::$name;)*
 
         impl $table {
             /// Those of a library that is never closed.
@@ -182,10 +186,11 @@ fn usual_directories() -> Vec<PathBuf> {
         let Ok(versions) = std::fs::read_dir(Path::new(&root).join("lib")) else {
             continue;
         };
-        let packages = versions
-            .flatten()
-            .map(|version| version.path().join("site-packages/nvidia/cu13/lib"));
-        found.extend(packages.filter(|path| path.is_dir()));
+        for version in versions.flatten() {
+            let packages = version.path().join("site-packages/nvidia");
+            let places = ["cu13/lib", "nccl/lib"].map(|place| packages.join(place));
+            found.extend(places.into_iter().filter(|path| path.is_dir()));
+        }
     }
     found
 }

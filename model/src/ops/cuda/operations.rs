@@ -10,6 +10,7 @@ mod tensors;
 mod update;
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use espalier_arch::{Architecture, Attention, BlockShape};
 
@@ -17,6 +18,9 @@ use super::device::{CudaDevice, Options};
 use super::matrix::{Element, Matrix};
 use super::rope::{RopeAngles, Rotation};
 use super::{AttentionShape, KernelNeeds};
+use crate::collective::Gang;
+use crate::collective::mesh::Mesh;
+use crate::collective::nccl::NcclGang;
 use crate::ops::{
     AdamWParameter, AdamWStep, Axis, CudaTokens, Head, HeadGradient, KvCache, Layout, Linear, LinearGradient,
     Losses, Operations, Pending, RopeTable, TokenBatch,
@@ -115,6 +119,10 @@ impl Operations for CudaOperations {
         needs.norm_widths.extend(norms);
         needs.head_dims.extend(heads);
         Ok(self.device.prepare(&needs)?)
+    }
+
+    fn gang(&self, mesh: Arc<Mesh>) -> Result<Arc<dyn Gang>> {
+        Ok(Arc::new(NcclGang::new(mesh, &self.device)?))
     }
 
     fn zeros(&self, rows: usize, columns: usize, element_type: ElementType) -> Result<Tensor> {

@@ -43,6 +43,15 @@ impl Stream {
         })
     }
 
+    /// As [`Stream::new`], with work that goes before that of others.
+    pub(super) fn urgent(context: &Arc<Context>, deadline: Duration) -> Result<Self> {
+        Ok(Self {
+            raw: RawStream::urgent(context)?,
+            deadline,
+            ahead: Mutex::default(),
+        })
+    }
+
     /// Called before each kernel: waits where the device is so far behind that the driver soon would, which has no
     /// deadline.
     ///
