@@ -3,7 +3,7 @@ SHELL := /bin/bash
 CARGO ?= cargo
 CARGO_DENY := 0.20.2
 
-.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation check-kill check-chaos check-lost-coordinator check-kernels check-gpu-ops check-gpu-train check-gpu-forward
+.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation check-kill check-chaos check-lost-coordinator check-gang check-kernels check-gpu-ops check-gpu-train check-gpu-forward
 
 build:
 	$(CARGO) build --release --locked --bin espalier
@@ -60,6 +60,9 @@ check-chaos:
 
 check-lost-coordinator:
 	tests/checks/lost-coordinator.sh
+
+check-gang:
+	tests/checks/gang.sh
 
 check-kernels:
 	tests/checks/kernels.sh

@@ -8,6 +8,7 @@ cargo=${CARGO:-cargo}
 "$cargo" clippy --workspace --all-targets --locked --quiet -- -D warnings
 tests/checks/moto.sh
 "$cargo" test --workspace --locked --features espalier-simulation/planted-bugs
+tests/checks/gang.sh
 kernels=0
 tests/checks/kernels.sh quick || kernels=$?
 case $kernels in
