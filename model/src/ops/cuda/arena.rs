@@ -80,7 +80,15 @@ impl Arena {
 
     /// A block of `size` bytes, a rounded size, if one is free.
     pub(super) fn take(&mut self, size: u64) -> Option<u64> {
-        let small = size < SMALL;
+        self.take_of(size, size < SMALL)
+    }
+
+    /// As [`Arena::take`], out of the slabs that are for blocks of the other kind: better than none.
+    pub(super) fn take_elsewhere(&mut self, size: u64) -> Option<u64> {
+        self.take_of(size, size >= SMALL)
+    }
+
+    fn take_of(&mut self, size: u64, small: bool) -> Option<u64> {
         let &(_, found, address) = self
             .free
             .range((small, size, 0)..)
@@ -249,6 +257,21 @@ mod tests {
         assert_eq!(arena.usage().held, 40 << 20);
         arena.give(kept);
         assert_eq!(arena.remove_idle_slabs(), [kept]);
+    }
+
+    #[test]
+    fn a_small_block_out_of_a_large_slab_joins_its_neighbours_again() {
+        let (mut arena, mut next) = (Arena::default(), 0);
+        let (kept, _) = take(&mut arena, &mut next, 40 << 20);
+        arena.give(kept);
+        assert_eq!(arena.take(ALIGNMENT), None);
+        let small = [(); 3].map(|()| arena.take_elsewhere(ALIGNMENT).unwrap());
+        assert_eq!(small, [kept, kept + ALIGNMENT, kept + 2 * ALIGNMENT]);
+        assert_eq!(arena.take(40 << 20), None);
+        for block in [small[1], small[2], small[0]] {
+            arena.give(block);
+        }
+        assert_eq!(arena.take(40 << 20), Some(kept));
     }
 
     #[test]

@@ -103,7 +103,8 @@ impl Pool {
                 return self.taken(arena, size);
             }
         }
-        Err(self.out_of_memory_at(size, arena.usage()))
+        let elsewhere = arena.take_elsewhere(size);
+        elsewhere.ok_or_else(|| self.out_of_memory_at(size, arena.usage()))
     }
 
     /// A block out of a slab that was added for it.
