@@ -13,7 +13,7 @@ use espalier_arch::Architecture;
 use espalier_model::decode::Session;
 use espalier_model::ops::cuda::{
     AttentionGradients, AttentionInputs, AttentionShape, CudaDevice, CudaOperations, CudaParameter, CudaStep,
-    Element, Error, KernelNeeds, Options, Result, Version, compile_all,
+    Element, Error, KernelNeeds, Onto, Options, Result, Version, compile_all,
 };
 use espalier_model::ops::{Head, Layout, Operations};
 use espalier_model::train::{Hyperparameters, MicroBatch, Objective, Trainer};
@@ -339,4 +339,36 @@ fn memory_of_steps() {
         }
         assert_eq!(in_use(), before, "{family}, decoding");
     }
+}
+
+#[test]
+fn a_product_that_leaves_no_memory_to_time_others_is_made_all_the_same() {
+    passes("a_large_product", &[]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own, started by the others"]
+fn a_large_product() {
+    let device = CudaDevice::open(
+        0,
+        Options {
+            tune: true,
+            ..options()
+        },
+    )
+    .unwrap();
+    // 64 MiB of workspace and 2 of operands leave no room for a second of 128.
+    let new = |rows, columns| device.matrix(Element::Bf16, rows, columns).unwrap();
+    let (x, weight, output) = (new(8192, 64), new(8192, 64), new(8192, 8192));
+    device.linear(&x, &weight, None, Onto::Nothing, &output).unwrap();
+    let small = new(8192, 8);
+    device
+        .linear(
+            &x,
+            &weight.narrow_rows(0, 8).unwrap(),
+            None,
+            Onto::Nothing,
+            &small,
+        )
+        .unwrap();
 }

@@ -273,12 +273,12 @@ impl CudaDevice {
         if choices.len() == 1 {
             return Ok(first);
         }
-        let scratch = self.padded_matrix(
-            output.element(),
-            output.rows(),
-            output.columns(),
-            output.leading(),
-        )?;
+        let (rows, columns) = (output.rows(), output.columns());
+        let scratch = match self.padded_matrix(output.element(), rows, columns, output.leading()) {
+            // The product itself needs no more memory.
+            Err(Error::OutOfMemory { .. }) => return Ok(first),
+            scratch => scratch?,
+        };
         let elsewhere = Addresses {
             target: scratch.address(),
             source: addresses.source.map(|source| {
