@@ -3,7 +3,7 @@ SHELL := /bin/bash
 CARGO ?= cargo
 CARGO_DENY := 0.20.2
 
-.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation check-kill check-chaos check-lost-coordinator check-gang check-kernels check-gpu-ops check-gpu-train check-gpu-forward
+.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation check-kill check-chaos check-lost-coordinator check-gang check-kernels check-gpu-ops check-gpu-train check-gpu-forward check-gpu-gang
 
 build:
 	$(CARGO) build --release --locked --bin espalier
@@ -75,3 +75,6 @@ check-gpu-train:
 
 check-gpu-forward:
 	bench/gpu-forward.sh
+
+check-gpu-gang:
+	bench/gpu-gang.sh
