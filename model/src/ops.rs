@@ -27,15 +27,53 @@ use crate::collective::mesh::Mesh;
 use crate::collective::tcp::TcpGang;
 use crate::{Device, ElementType, Result, Tensor};
 
-/// The backend of `device`, with its own defaults.
+/// The backend of `device`. Its tensors take at most `memory_limit` bytes of a GPU; without one, what is free there
+/// when it is opened, less a reserve.
 ///
 /// # Errors
 /// When the device is a GPU that is not there, too old or full, or a library that it needs is missing.
-pub fn open(device: Device) -> Result<Box<dyn Operations>> {
+pub fn open(device: Device, memory_limit: Option<u64>) -> Result<Box<dyn Operations>> {
     Ok(match device {
         Device::Cpu => Box::new(cpu::CpuOperations::new()),
-        Device::Cuda(index) => Box::new(cuda::CudaOperations::open(index, cuda::Options::default())?),
+        Device::Cuda(index) => {
+            let options = cuda::Options {
+                memory_limit,
+                ..cuda::Options::default()
+            };
+            Box::new(cuda::CudaOperations::open(index, options)?)
+        }
     })
+}
+
+/// A device beside the host, as plans of how much is done at a time need to know it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Accelerator {
+    /// Which.
+    pub device: Device,
+    /// What its driver calls it.
+    pub name: String,
+    /// Bytes of its last-level cache.
+    pub cache_bytes: u64,
+    /// Bytes that tensors may take.
+    pub memory_limit: u64,
+    /// Bytes that they take now.
+    pub memory_in_use: u64,
+}
+
+impl Accelerator {
+    /// Bytes that further tensors may take.
+    pub fn memory_free(&self) -> u64 {
+        self.memory_limit.saturating_sub(self.memory_in_use)
+    }
+}
+
+/// A point in a device's work.
+pub trait Completion: Send + Debug {
+    /// Whether everything that was asked before it is done. Does not wait.
+    ///
+    /// # Errors
+    /// When that work failed.
+    fn is_reached(&self) -> Result<bool>;
 }
 
 /// How the rows of an activation are divided into sequences of equal length.
@@ -221,6 +259,19 @@ pub trait Operations: Send + Sync + Debug {
     /// Bytes of one entry of an activation.
     fn activation_bytes(&self) -> usize {
         self.activation_type().bytes()
+    }
+    /// What it runs on, as it is now; none on the host.
+    fn accelerator(&self) -> Option<Accelerator> {
+        None
+    }
+    /// Waits until everything asked so far is done: a clock that is read afterwards has seen all of it.
+    fn wait(&self) -> Result<()> {
+        Ok(())
+    }
+    /// A point after everything asked so far, where a device runs behind its host; none where whatever was asked
+    /// is done when the call returns. Does not wait.
+    fn mark(&self) -> Result<Option<Box<dyn Completion>>> {
+        Ok(None)
     }
     /// Makes ready what models of this shape need and takes a while, so that the first step is like the others.
     fn prepare(&self, _architecture: &Architecture) -> Result<()> {

@@ -12,33 +12,7 @@ use std::process::Command;
 use espalier_model::ops::cuda::{CudaDevice, Options, discover};
 
 /// As much of the driver as opening a device needs; the environment says how it answers.
-const FALSE_DRIVER: &str = r#"
-#include <stdlib.h>
-#include <string.h>
-static long setting(const char *name) { const char *value = getenv(name); return value ? atol(value) : 0; }
-int cuDriverGetVersion(int *version) { *version = setting("FALSE_VERSION"); return 0; }
-int cuInit(unsigned flags) { return setting("FALSE_DEVICES") ? 0 : 100; }
-int cuDeviceGetCount(int *count) { *count = setting("FALSE_DEVICES"); return 0; }
-int cuDeviceGet(int *device, int index) { *device = index; return 0; }
-int cuDeviceGetName(char *name, int length, int device) { strncpy(name, "False GPU", length); return 0; }
-int cuDeviceGetAttribute(int *value, int attribute, int device) {
-    *value = attribute == 75 ? setting("FALSE_MAJOR") : attribute == 16 ? 132 : 0;
-    return 0;
-}
-int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = 80ull << 30; return 0; }
-int cuDevicePrimaryCtxRetain(void **context, int device) {
-    *context = (void *)8;
-    return setting("FALSE_NO_ROOM") ? 2 : 0;
-}
-int cuDevicePrimaryCtxRelease_v2(int device) { return 0; }
-int cuCtxSetCurrent(void *context) { return 0; }
-int cuMemGetInfo_v2(size_t *free, size_t *total) {
-    *free = (size_t)setting("FALSE_FREE_MIB") << 20;
-    *total = 80ull << 30;
-    return 0;
-}
-int cuStreamCreate(void **stream, unsigned flags) { return 999; }
-"#;
+const FALSE_DRIVER: &str = include_str!("false_driver/cuda.c");
 
 fn build_false_driver(directory: &Path) -> bool {
     let source = directory.join("driver.c");
@@ -84,7 +58,7 @@ fn run(case: &str, directory: &Path, settings: &[(&str, &str)]) -> String {
 fn opens_the_first_device() {
     println!(
         "discovered: {}",
-        discover().map_or_else(|error| error.to_string(), |found| format!("{found:?}"))
+        discover().map_or_else(|error| error.to_string(), |found| format!("{:?}", found.devices))
     );
     let index = std::env::var("DEVICE").map_or(0, |index| index.parse().unwrap());
     match CudaDevice::open(index, Options::default()) {

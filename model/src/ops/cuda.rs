@@ -46,7 +46,7 @@ pub use attention::{AttentionGradients, AttentionInputs, AttentionShape, CachedK
 pub(crate) use beside::Beside;
 pub use catalogue::{KernelNeeds, KernelReport, compile_all};
 pub use decode::DecodeCache;
-pub use device::{CudaDevice, DeviceInfo, Options, discover};
+pub use device::{CudaDevice, DeviceInfo, Options, Survey, Surveyed, discover};
 pub use embedding::DeviceTokens;
 pub use error::{Error, Result, Version};
 pub use library::{REQUIRED, SEARCH_VARIABLE};

@@ -35,6 +35,8 @@ pub struct DeviceInfo {
     pub capability: Version,
     /// Processors that run blocks.
     pub multiprocessors: u32,
+    /// Bytes of the cache that all of them share.
+    pub cache: u64,
     /// Bytes of memory.
     pub total: u64,
     /// Bytes that nobody has taken.
@@ -53,35 +55,84 @@ impl DeviceInfo {
     }
 }
 
-/// Every device that the driver shows, the unsupported ones too.
+/// What a machine has for this backend.
+#[derive(Debug)]
+pub struct Survey {
+    /// The CUDA version that the driver supports.
+    pub driver: Version,
+    /// Every device that the driver shows.
+    pub devices: Vec<Surveyed>,
+}
+
+/// One device of a [`Survey`].
+#[derive(Debug)]
+pub struct Surveyed {
+    /// What is known of it.
+    pub info: DeviceInfo,
+    /// Why it cannot be opened now.
+    pub unusable: Option<Error>,
+}
+
+/// Every device that the driver shows, those that cannot be opened too.
 ///
 /// Asking what is free takes a context on each device, which takes memory until the process ends: call it in a
 /// process that ends soon.
 ///
 /// # Errors
 /// When there is no driver, it is too old, or it fails.
-pub fn discover() -> Result<Vec<DeviceInfo>> {
-    library::driver()?;
-    (0..driver::count()?)
-        .map(|index| look_at(index).map(|(info, _)| info))
-        .collect()
+pub fn discover() -> Result<Survey> {
+    let driver = library::driver()?;
+    let mut devices = Vec::new();
+    for index in 0..driver::count()? {
+        let device = driver::Device::get(index)?;
+        let mut info = describe(index, device)?;
+        let unusable = match ready(&mut info, device) {
+            Ok(_) => library::matmul()
+                .and_then(|()| library::compiler().map(|_| ()))
+                .err(),
+            Err(error) => Some(error),
+        };
+        devices.push(Surveyed { info, unusable });
+    }
+    Ok(Survey { driver, devices })
 }
 
-fn look_at(index: u32) -> Result<(DeviceInfo, Option<Arc<Context>>)> {
-    let device = driver::Device::get(index)?;
-    let mut info = DeviceInfo {
+fn describe(index: u32, device: driver::Device) -> Result<DeviceInfo> {
+    Ok(DeviceInfo {
         index,
         name: device.name()?,
         capability: device.capability()?,
         multiprocessors: device.multiprocessors()?,
+        cache: device.cache()?,
         total: device.total_memory()?,
         free: 0,
-    };
+    })
+}
+
+/// A context on a device on which work can begin; fills in what is free.
+fn ready(info: &mut DeviceInfo, device: driver::Device) -> Result<Arc<Context>> {
+    let (index, name) = (info.index, info.name.clone());
     let context = Context::new(device)?;
     if let Some(context) = &context {
         (info.free, info.total) = context.memory()?;
     }
-    Ok((info, context))
+    if !info.is_supported() {
+        let capability = info.capability;
+        return Err(Error::DeviceTooOld {
+            index,
+            name,
+            capability,
+        });
+    }
+    context
+        .filter(|_| info.free >= LEAST_FREE)
+        .ok_or(Error::DeviceFull {
+            index,
+            name,
+            free: info.free,
+            total: info.total,
+            needed: LEAST_FREE,
+        })
 }
 
 /// How a device is used.
@@ -146,23 +197,9 @@ impl CudaDevice {
         if index >= count {
             return Err(Error::DeviceNotThere { index, count });
         }
-        let (info, context) = look_at(index)?;
-        if !info.is_supported() {
-            return Err(Error::DeviceTooOld {
-                index,
-                name: info.name,
-                capability: info.capability,
-            });
-        }
-        let (Some(context), true) = (context, info.free >= LEAST_FREE) else {
-            return Err(Error::DeviceFull {
-                index,
-                name: info.name,
-                free: info.free,
-                total: info.total,
-                needed: LEAST_FREE,
-            });
-        };
+        let device = driver::Device::get(index)?;
+        let mut info = describe(index, device)?;
+        let context = ready(&mut info, device)?;
         library::matmul()?;
         let compute = Arc::new(Stream::new(&context, options.deadline)?);
         let limit = options

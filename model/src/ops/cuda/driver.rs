@@ -92,6 +92,11 @@ impl Device {
         self.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
     }
 
+    pub(super) fn cache(self) -> Result<u64> {
+        self.attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)
+            .map(u64::from)
+    }
+
     pub(super) fn total_memory(self) -> Result<u64> {
         // SAFETY: the handle is the driver's own.
         let bytes = unsafe { result::device::total_mem(self.handle) };

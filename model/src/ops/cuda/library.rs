@@ -18,11 +18,11 @@ pub const REQUIRED: Version = Version { major: 13, minor: 0 };
 /// Directories to search before all others, separated by colons.
 pub const SEARCH_VARIABLE: &str = "ESPALIER_CUDA_LIBRARIES";
 
-/// Makes sure that the driver is there and new enough.
+/// Makes sure that the driver is there and new enough, and gives the CUDA version that it supports.
 ///
 /// # Errors
 /// When it is not.
-pub(super) fn driver() -> Result<()> {
+pub(super) fn driver() -> Result<Version> {
     // SAFETY: opening the driver's library runs its initialisers, which is what the name promises.
     if !unsafe { cudarc::driver::sys::is_culib_present() } {
         return Err(Error::NoDriver);
@@ -34,7 +34,7 @@ pub(super) fn driver() -> Result<()> {
             required: REQUIRED,
         });
     }
-    Ok(())
+    Ok(found)
 }
 
 /// Makes sure that the run-time compiler is there, and gives its version.

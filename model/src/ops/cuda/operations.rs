@@ -17,15 +17,15 @@ use espalier_arch::{Architecture, Attention, BlockShape};
 use super::device::{CudaDevice, Options};
 use super::matrix::{Element, Matrix};
 use super::rope::{RopeAngles, Rotation};
-use super::{AttentionShape, KernelNeeds};
+use super::{AttentionShape, KernelNeeds, Mark};
 use crate::collective::Gang;
 use crate::collective::mesh::Mesh;
 use crate::collective::nccl::NcclGang;
 use crate::ops::{
-    AdamWParameter, AdamWStep, Axis, CudaTokens, Head, HeadGradient, KvCache, Layout, Linear, LinearGradient,
-    Losses, Operations, Pending, RopeTable, TokenBatch,
+    Accelerator, AdamWParameter, AdamWStep, Axis, Completion, CudaTokens, Head, HeadGradient, KvCache,
+    Layout, Linear, LinearGradient, Losses, Operations, Pending, RopeTable, TokenBatch,
 };
-use crate::{ElementType, Result, Tensor};
+use crate::{Device, ElementType, Result, Tensor};
 
 /// Operations on one GPU: bf16 activations, f32 sums.
 #[derive(Debug)]
@@ -101,9 +101,34 @@ fn attention_shape(shape: &Attention, layout: Layout) -> AttentionShape {
     }
 }
 
+impl Completion for Mark {
+    fn is_reached(&self) -> Result<bool> {
+        Ok(Mark::is_reached(self)?)
+    }
+}
+
 impl Operations for CudaOperations {
     fn activation_type(&self) -> ElementType {
         ElementType::Bf16
+    }
+
+    fn accelerator(&self) -> Option<Accelerator> {
+        let info = self.device.info();
+        Some(Accelerator {
+            device: Device::Cuda(info.index),
+            name: info.name.clone(),
+            cache_bytes: info.cache,
+            memory_limit: self.device.memory_limit(),
+            memory_in_use: self.device.usage().in_use,
+        })
+    }
+
+    fn wait(&self) -> Result<()> {
+        Ok(self.device.wait()?)
+    }
+
+    fn mark(&self) -> Result<Option<Box<dyn Completion>>> {
+        Ok(Some(Box::new(self.device.compute().mark()?)))
     }
 
     fn prepare(&self, architecture: &Architecture) -> Result<()> {
