@@ -12,8 +12,9 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use espalier_worker::discovery::Wanted;
 pub(crate) use remote::*;
-use values::{duration, interval, threads};
+use values::{bytes, duration, interval, threads};
 
 /// Fits a language model to a measured limit: prunes it, distils it, and proves the result by measuring.
 #[derive(Debug, Parser)]
@@ -69,6 +70,9 @@ pub(crate) enum Command {
     /// Look into the tasks of jobs on a coordinator.
     #[command(subcommand)]
     Task(TaskCommand),
+    /// Look at the devices of this machine.
+    #[command(subcommand)]
+    Device(DeviceCommand),
     /// Look after a coordinator's data directory while no coordinator runs on it.
     #[command(subcommand)]
     Doctor(DoctorCommand),
@@ -81,7 +85,35 @@ pub(crate) enum Command {
     Schema,
     /// One device's process; the worker starts it.
     #[command(hide = true)]
-    DeviceChild,
+    DeviceChild {
+        /// The device.
+        #[arg(long, default_value = "cpu")]
+        device: espalier_model::Device,
+        /// Bytes of a GPU that tensors may take.
+        #[arg(long)]
+        memory_limit: Option<u64>,
+    },
+    /// Looks for GPUs and prints them as JSON; a process that ends at once, for those that must have no context.
+    #[command(hide = true, name = espalier_worker::discovery::COMMAND)]
+    DeviceLook,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum DeviceCommand {
+    /// List the processor and every GPU: memory, what of it is in use, and why one cannot be used.
+    List {
+        #[command(flatten)]
+        how: How,
+    },
+}
+
+/// What is taken of a GPU.
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct GpuShare {
+    /// Most that tensors may take of each GPU, such as 20GiB. Default: what is free when its process opens it, less 1
+    /// GiB.
+    #[arg(long, env = "ESPALIER_DEVICE_MEMORY", value_parser = bytes, value_name = "BYTES")]
+    pub device_memory: Option<u64>,
 }
 
 #[derive(Debug, Args)]
@@ -97,6 +129,18 @@ pub(crate) struct Run {
     /// Worker processes to start.
     #[arg(long, env = "ESPALIER_WORKERS", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub workers: u16,
+    /// Where the job runs and what its result is fitted to, instead of the spec's `target.device`: cpu, cuda for every
+    /// GPU, or cuda:0, cuda:1 and so on; several with commas. auto leaves it to the spec.
+    #[arg(
+        long = "device",
+        env = "ESPALIER_DEVICES",
+        value_delimiter = ',',
+        default_value = "auto",
+        value_name = "DEVICE"
+    )]
+    pub devices: Vec<Wanted>,
+    #[command(flatten)]
+    pub share: GpuShare,
     /// Threads of each worker; 0 shares the machine's processors among them.
     #[arg(long, env = "ESPALIER_THREADS", default_value_t = 0, value_parser = threads)]
     pub threads: usize,
@@ -177,7 +221,19 @@ pub(crate) struct Worker {
     /// Names the worker: letters, digits, `-`, `_`, `.`. Default: the host's name.
     #[arg(long, env = "ESPALIER_WORKER_NAME")]
     pub name: Option<String>,
-    /// Threads of its device; 0 means one for each processor.
+    /// Which devices to take: auto for every GPU that can be used, or the processor where there is none; cpu; cuda for
+    /// every GPU; cuda:0, cuda:1 and so on. Several with commas. `espalier device list` shows them.
+    #[arg(
+        long = "device",
+        env = "ESPALIER_DEVICES",
+        value_delimiter = ',',
+        default_value = "auto",
+        value_name = "DEVICE"
+    )]
+    pub devices: Vec<Wanted>,
+    #[command(flatten)]
+    pub share: GpuShare,
+    /// Threads of its devices together; 0 means one for each processor.
     #[arg(long, env = "ESPALIER_THREADS", default_value_t = 0, value_parser = threads)]
     pub threads: usize,
     /// On shutdown, how long running attempts may take to end.

@@ -1,5 +1,6 @@
 //! The commands that are a coordinator or a worker, and what those share that talk to one.
 
+pub(crate) mod device;
 pub(crate) mod doctor;
 pub(crate) mod job;
 pub(crate) mod keep;
@@ -14,6 +15,8 @@ use espalier_coordinator::client::{Client, RECONNECTING};
 use espalier_coordinator::spec::JobSpec;
 use espalier_coordinator::{Coordinator, CoordinatorOptions};
 use espalier_proto::v1::{Job, JobState};
+use espalier_worker::agent::options::DeviceOptions;
+use espalier_worker::discovery::{self, Shares, Wanted};
 use espalier_worker::{Shutdown, WorkerOptions};
 
 use crate::args::{self, Listed, Logging, Remote};
@@ -89,7 +92,12 @@ pub(crate) async fn worker(arguments: args::Worker, logging: &Logging) -> anyhow
         end_with_parent();
     }
     let name = arguments.name.unwrap_or_else(host_name);
-    let mut options = WorkerOptions::cpu(&arguments.coordinator, &name, arguments.threads);
+    let shares = Shares {
+        threads: arguments.threads,
+        memory_limit: arguments.share.device_memory,
+    };
+    let devices = choose_devices(arguments.devices, shares).await?;
+    let mut options = WorkerOptions::new(&arguments.coordinator, &name, devices);
     options.host = host_name();
     options.drain_timeout = arguments.drain_timeout;
     options.child.hang_timeout = arguments.hang_timeout;
@@ -106,6 +114,16 @@ pub(crate) async fn worker(arguments: args::Worker, logging: &Logging) -> anyhow
         ask.cancel();
     }
     Ok(running.await?)
+}
+
+/// The devices that were asked for, as they are on this machine.
+pub(crate) async fn choose_devices(
+    wanted: Vec<Wanted>,
+    shares: Shares,
+) -> anyhow::Result<Vec<DeviceOptions>> {
+    let chosen =
+        tokio::task::spawn_blocking(move || discovery::choose(&wanted, shares, || discovery::find(None)));
+    Ok(chosen.await??)
 }
 
 /// Asks the kernel to terminate this process when the thread that started it ends.

@@ -11,14 +11,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use espalier_coordinator::client::Client;
+use espalier_coordinator::spec::{Device, JobSpec};
 use espalier_coordinator::{Coordinator, CoordinatorOptions, Handle};
 use espalier_proto::v1::{Job, submit_request::Spec};
+use espalier_worker::discovery::{Shares, Wanted};
 use tempfile::TempDir;
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
 use crate::args::{Logging, Run};
-use crate::commands::{read_spec, verdict};
+use crate::commands::{choose_devices, read_spec, verdict};
 use crate::progress::Progress;
 use crate::signals::Signals;
 use crate::{failure, output};
@@ -30,7 +32,8 @@ const CANCELLING: Duration = Duration::from_secs(15);
 const DRAIN: &str = "5s";
 
 pub(crate) async fn run(arguments: Run, logging: &Logging) -> anyhow::Result<()> {
-    let spec = read_spec(&arguments.spec, arguments.output_dir.clone())?;
+    let mut spec = read_spec(&arguments.spec, arguments.output_dir.clone())?;
+    let devices = devices_of(&arguments, &mut spec).await?;
     let output = PathBuf::from(spec.output.clone().unwrap_or_default());
     if output.symlink_metadata().is_ok() {
         return Err(failure::conflict(format!(
@@ -49,6 +52,7 @@ pub(crate) async fn run(arguments: Run, logging: &Logging) -> anyhow::Result<()>
     };
     let mut workers = Workers {
         logging: logging.arguments(),
+        devices,
         slots: Vec::new(),
     };
     let ended = supervise(&arguments, &coordinator, &mut workers, &state, json, &mut signals).await;
@@ -76,6 +80,46 @@ pub(crate) async fn run(arguments: Run, logging: &Logging) -> anyhow::Result<()>
         Some(stopped) => Ok(stopped?),
         None => Err(failure::interrupted()),
     }
+}
+
+/// Which devices the workers take, as they are told it: those that were asked for, which the result is then fitted
+/// to, or those of the spec's kind. What cannot be had is refused here, before anything is started.
+async fn devices_of(arguments: &Run, spec: &mut JobSpec) -> anyhow::Result<Vec<String>> {
+    let named = arguments.devices.iter().filter(|wanted| **wanted != Wanted::Auto);
+    let mut wanted: Vec<Wanted> = named.copied().collect();
+    let cpu = wanted.contains(&Wanted::Cpu);
+    match (wanted.is_empty(), cpu) {
+        (true, _) => wanted.push(match spec.target.device {
+            Device::Cpu => Wanted::Cpu,
+            Device::Cuda => Wanted::EveryGpu,
+        }),
+        (false, true) if wanted.iter().any(|wanted| *wanted != Wanted::Cpu) => {
+            return Err(failure::usage(
+                "--device names the processor and GPUs, expected one kind: a result is fitted to one",
+            ));
+        }
+        (false, true) => spec.target.device = Device::Cpu,
+        (false, false) => spec.target.device = Device::Cuda,
+    }
+    spec.check()
+        .map_err(|error| failure::usage(format!("{}: {error}", arguments.spec.display())))?;
+    if spec.target.device == Device::Cuda && arguments.workers > 1 {
+        return Err(failure::usage(format!(
+            "--workers is {}, expected 1: one worker serves every GPU of a machine",
+            arguments.workers
+        )));
+    }
+    let shares = Shares {
+        threads: arguments.threads,
+        memory_limit: arguments.share.device_memory,
+    };
+    let chosen = choose_devices(wanted, shares).await?;
+    let ids: Vec<String> = chosen.into_iter().map(|device| device.id).collect();
+    let mut told = vec!["--device".to_owned(), ids.join(",")];
+    if let Some(limit) = shares.memory_limit {
+        told.extend(["--device-memory".to_owned(), format!("{limit}B")]);
+    }
+    Ok(told)
 }
 
 /// Submits the job and follows it to its end, an interrupt, the loss of the coordinator, or a worker that
@@ -194,6 +238,8 @@ const FIRST_PAUSE: Duration = Duration::from_secs(1);
 struct Workers {
     /// How they log.
     logging: Vec<String>,
+    /// What each is told of devices.
+    devices: Vec<String>,
     slots: Vec<Slot>,
 }
 
@@ -212,6 +258,7 @@ struct Launch {
     name: String,
     endpoint: String,
     threads: usize,
+    devices: Vec<String>,
     logging: Vec<String>,
     log: PathBuf,
 }
@@ -232,6 +279,7 @@ impl Workers {
                 name,
                 endpoint: endpoint.to_owned(),
                 threads,
+                devices: self.devices.clone(),
                 logging: self.logging.clone(),
             };
             let child = Some(launch.spawn()?);
@@ -330,6 +378,7 @@ impl Launch {
             .args(["worker", "run", "--with-parent", "--coordinator", &self.endpoint])
             .args(["--name", &self.name, "--threads", &self.threads.to_string()])
             .args(["--drain-timeout", DRAIN])
+            .args(&self.devices)
             .args(&self.logging)
             .stdin(Stdio::null())
             .stdout(Stdio::null())

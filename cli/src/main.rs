@@ -16,7 +16,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
 
-use args::{Arguments, Command, Logging, WorkerCommand};
+use args::{Arguments, Command, DeviceCommand, Logging, WorkerCommand};
 use commands::keep;
 
 fn main() -> ExitCode {
@@ -33,7 +33,7 @@ fn start(arguments: Arguments) -> anyhow::Result<()> {
         Command::Run(_) => (true, "espalier"),
         Command::Coordinator(_) => (false, "espalier-coordinator"),
         Command::Worker(WorkerCommand::Run(_)) => (false, "espalier-worker"),
-        Command::DeviceChild => (false, "espalier-child"),
+        Command::DeviceChild { .. } => (false, "espalier-child"),
         _ => (true, "espalier-client"),
     };
     let filter = arguments.logging.log.as_deref();
@@ -48,7 +48,12 @@ fn run(command: Command, logging: &Logging, telemetry: &telemetry::Telemetry) ->
     match command {
         Command::Schema => output::print_json(&espalier_coordinator::spec::json_schema()),
         // The child runs attempts on this very thread and has no use for a runtime.
-        Command::DeviceChild => Ok(espalier_worker::run_child(telemetry.end_of_child())?),
+        Command::DeviceChild { device, memory_limit } => {
+            let assigned = espalier_worker::Assigned { device, memory_limit };
+            Ok(espalier_worker::run_child(assigned, telemetry.end_of_child())?)
+        }
+        Command::DeviceLook => commands::device::look(),
+        Command::Device(DeviceCommand::List { how }) => commands::device::list(how),
         Command::Run(run) => runtime()?.block_on(embedded::run(run, logging)),
         Command::Coordinator(coordinator) => {
             espalier_coordinator::memory::stay_small();

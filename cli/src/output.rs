@@ -3,6 +3,7 @@
 //! [`Listing`] is what every listing and every single thing is shown as; [`table`] renders. One module a kind of
 //! thing says which columns it has.
 
+mod device;
 mod job;
 mod outcome;
 mod table;
@@ -16,6 +17,7 @@ use serde_json::Value;
 
 use crate::args::{Format, How};
 
+pub(crate) use device::devices;
 pub(crate) use job::{at, events, has_ended, job, jobs};
 pub(crate) use outcome::{missed_limits, print_outcome};
 pub(crate) use table::plain;

@@ -70,9 +70,10 @@ pub struct Target {
     /// What will run it.
     #[serde(default)]
     pub engine: Engine,
-    /// The precision of its weights and arithmetic.
-    #[serde(default)]
-    pub precision: Precision,
+    /// The precision of its weights and arithmetic: that of the engine on the device. Default: `f32` on `cpu`,
+    /// `bf16` on `cuda`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub precision: Option<Precision>,
     /// What is asked of it.
     pub workload: Workload,
     /// What it must stay inside; at least one.
@@ -91,6 +92,25 @@ pub enum Device {
     /// The processor of the worker's machine.
     #[default]
     Cpu,
+    /// An NVIDIA GPU of the worker's machine.
+    Cuda,
+}
+
+impl Device {
+    /// In what the built-in engine computes there.
+    pub fn precision(self) -> Precision {
+        match self {
+            Self::Cpu => Precision::F32,
+            Self::Cuda => Precision::Bf16,
+        }
+    }
+}
+
+impl Target {
+    /// The precision asked for, or that of the device.
+    pub fn precision(&self) -> Precision {
+        self.precision.unwrap_or_else(|| self.device.precision())
+    }
 }
 
 /// What will run the result.
@@ -110,12 +130,15 @@ pub enum Precision {
     /// 32-bit floating point.
     #[default]
     F32,
+    /// The upper half of it.
+    Bf16,
 }
 
 impl From<Precision> for espalier_arch::Precision {
     fn from(precision: Precision) -> Self {
         match precision {
             Precision::F32 => Self::F32,
+            Precision::Bf16 => Self::Bf16,
         }
     }
 }

@@ -11,6 +11,8 @@ use std::fmt::Debug;
 use std::io::Write;
 use std::process::Command;
 
+use espalier_model::Device;
+use espalier_worker::Assigned;
 use espalier_worker::agent::leftover::Mark;
 use espalier_worker::agent::options::{ChildOptions, DeviceOptions};
 use espalier_worker::agent::process::Process;
@@ -66,7 +68,11 @@ impl Subscriber for Lines {
 
 fn child() -> Answer {
     tracing::subscriber::set_global_default(Lines)?;
-    Ok(espalier_worker::run_child(|| ())?)
+    let assigned = Assigned {
+        device: Device::Cpu,
+        memory_limit: None,
+    };
+    Ok(espalier_worker::run_child(assigned, || ())?)
 }
 
 /// Has a child work on a spec and prints the child's process group; never ends.

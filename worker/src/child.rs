@@ -17,21 +17,31 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 
 use espalier_artifact::BlockingStore;
+use espalier_model::Device;
 use espalier_proto::task::{Failure, FailureKind, Progress};
 
-use crate::executor::{Caches, Context, execute};
+use crate::executor::{Backend, Caches, Context, execute};
 use crate::trace::{Names, attempt_span};
 use crate::{Error, Result};
 use alive::Alive;
 use protocol::{Order, Reply, Request};
 use stop::Stops;
 
+/// The device that a child was started for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Assigned {
+    /// Which.
+    pub device: Device,
+    /// Bytes of a GPU that tensors may take; none: what is free when it is opened, less a reserve.
+    pub memory_limit: Option<u64>,
+}
+
 /// Serves requests on standard input until it closes or says shutdown. Then `before_end` runs, which has to be
 /// over soon, whatever it waits for, and the process ends: this returns only errors.
 ///
 /// # Errors
 /// When standard output cannot be taken over or a thread cannot be started.
-pub fn run(before_end: impl FnOnce() + Send + 'static) -> Result<()> {
+pub fn run(assigned: Assigned, before_end: impl FnOnce() + Send + 'static) -> Result<()> {
     let output = Arc::new(Mutex::new(claim_stdout()?));
     let stops = Arc::new(Stops::default());
     let (sender, requests) = sync_channel(4);
@@ -51,6 +61,8 @@ pub fn run(before_end: impl FnOnce() + Send + 'static) -> Result<()> {
         requests,
         output,
         stops,
+        assigned,
+        backend: None,
         caches: Caches::default(),
         store: None,
     };
@@ -111,6 +123,9 @@ struct Child {
     requests: Receiver<Request>,
     output: Arc<Mutex<File>>,
     stops: Arc<Stops>,
+    assigned: Assigned,
+    /// Opened by the first attempt, which is told when it cannot be.
+    backend: Option<Backend>,
     caches: Caches,
     /// Under the URL it was asked for.
     store: Option<(String, BlockingStore)>,
@@ -154,6 +169,7 @@ impl Child {
             })?;
             rank::require_alone(place, &released)?;
         }
+        let backend = self.backend()?;
         self.open(&order.artifact_store, &order.artifact_store_id)?;
         let Some((_, store)) = &self.store else {
             let failure = Failure {
@@ -165,19 +181,30 @@ impl Child {
         let sink = Arc::clone(&self.output);
         let stops = Arc::clone(&self.stops);
         let context = Context::new(
+            &backend,
             store,
             Box::new(move |progress: Progress| reply(&sink, &Reply::Progress { attempt, progress })),
             Box::new(move || stops.asked(attempt)),
         )
         .with_attempt(attempt);
         let sink = Arc::clone(&self.output);
-        let _alive = Alive::watch(context.pulse(), alive::INTERVAL, move || {
+        let _alive = Alive::watch(backend.pulse(), alive::INTERVAL, move || {
             reply(&sink, &Reply::Alive { attempt });
         })?;
         let output = Box::new(execute(&context, &mut self.caches, &order.spec)?);
         // Unmounted meanwhile: what it put down is seen by nobody else, so it is not done.
         require(store, &order.artifact_store_id)?;
         Ok(Reply::Output { attempt, output })
+    }
+
+    fn backend(&mut self) -> Result<Backend> {
+        if let Some(backend) = &self.backend {
+            return Ok(backend.clone());
+        }
+        let Assigned { device, memory_limit } = self.assigned;
+        let backend = Backend::open(device, memory_limit)?;
+        self.backend = Some(backend.clone());
+        Ok(backend)
     }
 
     /// Opens the store, unless it is open already. It was made by the coordinator: one that is not there, or is

@@ -77,6 +77,20 @@ pub enum Error {
     /// The artifact store.
     #[error(transparent)]
     Artifact(#[from] espalier_artifact::Error),
+    /// A device with too little memory for a task, whatever is done a part at a time.
+    #[error(
+        "{what} needs {} MiB of the device's memory, and {} MiB are free: end what else runs on it, choose a device \
+         with more, or raise --device-memory",
+        needed.div_ceil(1 << 20), free >> 20
+    )]
+    NoRoom {
+        /// What was asked.
+        what: &'static str,
+        /// Bytes that it takes at the least.
+        needed: u64,
+        /// Bytes that further tensors may take.
+        free: u64,
+    },
     /// A device child that cannot be started or spoken to.
     #[error("device child: {reason}")]
     Child {
@@ -110,6 +124,7 @@ impl Error {
             Self::Io { source, .. } if source.kind() == std::io::ErrorKind::OutOfMemory => {
                 FailureKind::OutOfMemory
             }
+            Self::NoRoom { .. } => FailureKind::OutOfMemory,
             Self::TooNoisy { .. } => FailureKind::TooNoisy,
             Self::Model(error) => model_failure(error),
             _ => FailureKind::Error,
@@ -135,8 +150,20 @@ fn is_of_storage(error: &Error) -> bool {
 fn model_failure(error: &espalier_model::Error) -> FailureKind {
     use espalier_model::Error as Model;
     match error {
+        Model::Cuda(error) => device_failure(error),
         Model::Io { source, .. } if !is_permanent(source.kind()) => FailureKind::Error,
         Model::Hub { .. } => FailureKind::Error,
+        _ => FailureKind::Invalid,
+    }
+}
+
+/// A machine or a device that cannot do it is not tried again; one that was full or failed is.
+fn device_failure(error: &espalier_model::ops::cuda::Error) -> FailureKind {
+    use espalier_model::ops::cuda::Error as Cuda;
+    match error {
+        Cuda::DeviceFull { .. } | Cuda::OutOfMemory { .. } => FailureKind::OutOfMemory,
+        Cuda::Deadline { .. } => FailureKind::Hung,
+        Cuda::Driver { .. } | Cuda::Matmul { .. } | Cuda::Lost => FailureKind::Error,
         _ => FailureKind::Invalid,
     }
 }
@@ -181,5 +208,29 @@ mod tests {
             assert_eq!(of_kind(kind), [FailureKind::Storage; 2], "{kind:?}");
         }
         assert_eq!(of_kind(io::ErrorKind::NotFound), [FailureKind::Invalid; 2]);
+    }
+
+    #[test]
+    fn what_a_gpu_refuses_is_tried_again_only_where_that_can_mend_it() {
+        use espalier_model::ops::cuda::Error as Cuda;
+        let kind = |error: Cuda| Error::Model(error.into()).failure().kind;
+        assert_eq!(kind(Cuda::NoDriver), FailureKind::Invalid);
+        assert_eq!(
+            kind(Cuda::DeviceNotThere { index: 3, count: 1 }),
+            FailureKind::Invalid
+        );
+        let (asked, in_use, held, limit, free) = (1, 2, 3, 4, 5);
+        let full = Cuda::OutOfMemory {
+            asked,
+            in_use,
+            held,
+            limit,
+            free,
+        };
+        assert_eq!(kind(full), FailureKind::OutOfMemory);
+        assert_eq!(kind(Cuda::Lost), FailureKind::Error);
+        let waited = std::time::Duration::from_secs(60);
+        let operation = "a step";
+        assert_eq!(kind(Cuda::Deadline { operation, waited }), FailureKind::Hung);
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! They know no lease, no coordinator and no process; whatever they find out is their return value.
 
+mod backend;
 mod caches;
 mod calibrate;
 mod check;
@@ -12,6 +13,7 @@ mod evaluate;
 mod export;
 mod ingest;
 mod multiple_choice;
+mod plan;
 mod profile;
 mod pulse;
 mod rank;
@@ -24,6 +26,7 @@ mod verify;
 use espalier_proto::task::{TaskOutput, TaskSpec};
 
 use crate::Result;
+pub use backend::Backend;
 pub use caches::{Caches, Resident};
 pub use context::{Context, ProgressSink, Stop, StopFlag};
 pub use pulse::Pulse;

@@ -5,17 +5,19 @@ use std::path::{Path, PathBuf};
 
 use espalier_arch::{BlockShape, Candidate, Variant};
 use espalier_artifact::BlockingStore;
+use espalier_model::Device;
 use espalier_proto::task::{
     Calibrate, Check, DepthOrder, Evaluate, Export, FailureKind, Ingest, Ingested, ParentRef, Profile, Rank,
     Recipe, Recover, ScoreBlock, Sort, Student, TaskOutput, TaskSpec, Verify,
 };
 use espalier_search::{Point, Workload};
 use espalier_worker::Result;
-use espalier_worker::executor::{Caches, Context, execute};
+use espalier_worker::executor::{Backend, Caches, Context, execute};
 
 struct Bench {
     directory: tempfile::TempDir,
     store: BlockingStore,
+    backend: Backend,
     caches: Caches,
 }
 
@@ -31,12 +33,13 @@ impl Bench {
         Self {
             directory,
             store,
+            backend: Backend::open(Device::Cpu, None).unwrap(),
             caches: Caches::default(),
         }
     }
 
     fn run(&mut self, spec: TaskSpec) -> Result<TaskOutput> {
-        let context = Context::new(&self.store, Box::new(|_| ()), Box::new(|| None));
+        let context = Context::new(&self.backend, &self.store, Box::new(|_| ()), Box::new(|| None));
         execute(&context, &mut self.caches, &spec)
     }
 
@@ -234,8 +237,8 @@ fn ranking_whole_candidates_agrees_with_the_depth_order() {
 fn an_attempt_beats_with_every_operation_even_where_it_tells_nothing() {
     let mut bench = Bench::new();
     let ingested = bench.ingest();
-    let context = Context::new(&bench.store, Box::new(|_| ()), Box::new(|| None));
-    let pulse = context.pulse();
+    let context = Context::new(&bench.backend, &bench.store, Box::new(|_| ()), Box::new(|| None));
+    let pulse = bench.backend.pulse();
     let spec = TaskSpec::Evaluate(Evaluate {
         parent: ingested.parent.clone(),
         student: None,

@@ -11,7 +11,7 @@ use espalier_artifact::BlockingStore;
 use espalier_proto::task::{FailureKind, Ingest, Recipe, Recover, Recovered, TaskOutput, TaskSpec};
 use espalier_worker::agent::core::Ended;
 use espalier_worker::agent::device::Command;
-use espalier_worker::executor::{Caches, Context, execute};
+use espalier_worker::executor::{Backend, Caches, Context, execute};
 
 use support::{Device, children_of, lease, signal};
 
@@ -26,7 +26,8 @@ fn example(path: &str) -> String {
 /// Half of every MLP of the tiny parent, trained for 30 steps on what `store` then holds.
 fn recovery(store: &Path) -> TaskSpec {
     let store = BlockingStore::open(store.to_str().unwrap()).unwrap();
-    let context = Context::new(&store, Box::new(|_| ()), Box::new(|| None));
+    let backend = Backend::open(espalier_model::Device::Cpu, None).unwrap();
+    let context = Context::new(&backend, &store, Box::new(|_| ()), Box::new(|| None));
     let ingest = Ingest {
         parent: example("tiny"),
         train: vec![example("data/train.jsonl.xz")],

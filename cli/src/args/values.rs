@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use espalier_search::{Bound, Metric};
+
 /// A number of threads: more than there are processors would only have them wait for each other.
 pub(super) fn threads(text: &str) -> Result<usize, String> {
     let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -10,6 +12,17 @@ pub(super) fn threads(text: &str) -> Result<usize, String> {
         _ => Err(format!(
             "expected 0 to {processors}, the processors of this machine"
         )),
+    }
+}
+
+/// `512MiB`, `20GiB`, `4GB`.
+pub(super) fn bytes(text: &str) -> Result<u64, String> {
+    let wrong = || format!("`{text}` is no size; write it as 512MiB, 20GiB or 4GB");
+    let read = Bound::parse(Metric::Memory, text).map_err(|_| wrong())?;
+    match read {
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // between 1 and 2^63
+        Bound::Absolute(bytes) if (1.0..9.2e18).contains(&bytes) => Ok(bytes as u64),
+        _ => Err(wrong()),
     }
 }
 
@@ -46,6 +59,15 @@ pub(super) fn interval(text: &str) -> Result<Duration, String> {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+
+    #[test]
+    fn sizes_carry_their_unit() {
+        assert_eq!(bytes("20GiB").unwrap(), 20 << 30);
+        assert_eq!(bytes("4GB").unwrap(), 4_000_000_000);
+        for wrong in ["75%", "-1GiB", "many"] {
+            assert!(bytes(wrong).unwrap_err().contains("512MiB, 20GiB"), "{wrong}");
+        }
+    }
 
     #[test]
     fn durations_carry_their_unit() {

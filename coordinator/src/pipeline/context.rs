@@ -135,7 +135,7 @@ impl<'a> Context<'a> {
 
     /// Bytes of one weight, key or value on the target.
     pub(super) fn weight_bytes(&self) -> f64 {
-        Precision::from(self.spec.target.precision).bytes() as f64
+        Precision::from(self.spec.target.precision()).bytes() as f64
     }
 
     pub(super) fn space(&self) -> Space {

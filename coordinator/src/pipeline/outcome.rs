@@ -160,6 +160,9 @@ pub struct StrategyReport {
     pub losses: Vec<f32>,
     /// Tokens it was trained on.
     pub recovery_tokens: u64,
+    /// Seconds that took, loading and evaluating aside.
+    #[serde(default)]
+    pub recovery_seconds: f64,
     /// Whether training made it worse, so that untrained weights were kept.
     pub kept_untrained: bool,
     /// Recovered weights.

@@ -191,6 +191,7 @@ fn strategy(strategy: Strategy, before: Quality, after: Quality) -> StrategyRepo
         after: Some(after),
         losses: losses.collect(),
         recovery_tokens: 32_768,
+        recovery_seconds: 12.5,
         kept_untrained: false,
         weights: None,
     }

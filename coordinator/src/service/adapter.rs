@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use espalier_arch::Architecture;
+use espalier_arch::{Architecture, Precision};
 use espalier_proto::task::{TaskOutput, TaskSpec};
 use serde::Serialize;
 
@@ -30,7 +30,7 @@ impl Planner for PipelinePlanner {
             outcome.export.directory = place.settled(&outcome.export.directory);
             return Ok(Planned::Outcome(write(outcome.as_ref())?));
         }
-        let weights = parent_weights(&results);
+        let weights = Weights::of(&spec, &results);
         let stages = plan.stages.iter().map(|stage| stage_plan(stage, &place, weights));
         Ok(Planned::Stages(stages.collect::<Result<_, String>>()?))
     }
@@ -92,27 +92,38 @@ fn moved(path: &str, from: &Path, to: &Path) -> String {
     }
 }
 
-/// Bytes of the parent's weights as children hold them; 0 before it is known.
-fn parent_weights(results: &Results) -> u64 {
-    let ingest = results.stages.get(&Stage::Ingest);
-    let outputs = ingest.and_then(|stage| stage.finished.as_ref());
-    match outputs.and_then(|finished| finished.outputs.first()) {
-        Some(TaskOutput::Ingest(ingested)) => weight_bytes(&ingested.architecture),
-        _ => 0,
+/// Weights as children hold them.
+#[derive(Debug, Clone, Copy)]
+struct Weights {
+    /// Bytes of one.
+    each: u64,
+    /// Bytes of the parent's; 0 before it is known.
+    parent: u64,
+}
+
+impl Weights {
+    fn of(spec: &JobSpec, results: &Results) -> Self {
+        let each = Precision::from(spec.target.precision()).bytes();
+        let ingest = results.stages.get(&Stage::Ingest);
+        let outputs = ingest.and_then(|stage| stage.finished.as_ref());
+        let parent = match outputs.and_then(|finished| finished.outputs.first()) {
+            Some(TaskOutput::Ingest(ingested)) => weight_bytes(&ingested.architecture, each),
+            _ => 0,
+        };
+        Self { each, parent }
     }
 }
 
-/// Every backend of this build holds weights as f32.
-fn weight_bytes(architecture: &Architecture) -> u64 {
-    architecture.parameters().total.saturating_mul(4)
+fn weight_bytes(architecture: &Architecture, each: u64) -> u64 {
+    architecture.parameters().total.saturating_mul(each)
 }
 
 /// What a device has to have for a task: the least that its child holds, whatever it computes.
-fn needs(spec: &TaskSpec, parent_weights: u64) -> Needs {
+fn needs(spec: &TaskSpec, weights: Weights) -> Needs {
     let memory_bytes = match spec {
         // The one opens no weights, the other measures blocks on their own.
         TaskSpec::Ingest(_) | TaskSpec::Profile(_) => 0,
-        TaskSpec::Check(check) => weight_bytes(&check.parent),
+        TaskSpec::Check(check) => weight_bytes(&check.parent, weights.each),
         TaskSpec::Calibrate(_)
         | TaskSpec::Sort(_)
         | TaskSpec::Score(_)
@@ -121,7 +132,7 @@ fn needs(spec: &TaskSpec, parent_weights: u64) -> Needs {
         | TaskSpec::Recover(_)
         | TaskSpec::Evaluate(_)
         | TaskSpec::Export(_)
-        | TaskSpec::Verify(_) => parent_weights,
+        | TaskSpec::Verify(_) => weights.parent,
     };
     let (ranks, rank_multiple) = match spec {
         TaskSpec::Recover(recover) => (recover.recipe.ranks, recover.recipe.pipeline_stages),
@@ -135,7 +146,7 @@ fn needs(spec: &TaskSpec, parent_weights: u64) -> Needs {
     }
 }
 
-fn stage_plan(planned: &PlannedStage, place: &Place, parent_weights: u64) -> Result<StagePlan, String> {
+fn stage_plan(planned: &PlannedStage, place: &Place, weights: Weights) -> Result<StagePlan, String> {
     let tasks = planned.tasks.iter().map(|task| {
         let mut spec = task.spec.clone();
         match &mut spec {
@@ -147,7 +158,7 @@ fn stage_plan(planned: &PlannedStage, place: &Place, parent_weights: u64) -> Res
             name: task.name.clone(),
             payload: write(&spec)?,
             exclusive: planned.stage.is_exclusive(),
-            needs: needs(&spec, parent_weights),
+            needs: needs(&spec, weights),
         })
     });
     Ok(StagePlan {
@@ -241,8 +252,9 @@ mod tests {
 
     #[test]
     fn a_task_whose_child_holds_the_parent_needs_a_device_that_can() {
-        let weights = weight_bytes(&parent());
-        assert_eq!(weights, 18_656 * 4);
+        let bytes = weight_bytes(&parent(), 2);
+        assert_eq!(bytes, 18_656 * 2);
+        let weights = |parent| Weights { each: 2, parent };
         let calibrate = TaskSpec::Calibrate(Calibrate {
             parent: ParentRef {
                 source: "p".to_owned(),
@@ -255,7 +267,7 @@ mod tests {
                 sequence_tokens: 1,
             },
         });
-        assert_eq!(needs(&calibrate, weights).memory_bytes, weights);
+        assert_eq!(needs(&calibrate, weights(bytes)).memory_bytes, bytes);
         let check = TaskSpec::Check(Check {
             parent: parent(),
             architecture: parent(),
@@ -267,8 +279,8 @@ mod tests {
             repeats: 1,
         });
         assert_eq!(
-            needs(&check, 0).memory_bytes,
-            weights,
+            needs(&check, weights(0)).memory_bytes,
+            bytes,
             "of shapes it is told itself"
         );
     }

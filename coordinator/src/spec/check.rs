@@ -100,6 +100,19 @@ impl JobSpec {
                 return Err(SpecError::new(format!("target.workload.{name}"), message));
             }
         }
+        let (found, computed) = (self.target.precision(), self.target.device.precision());
+        if found != computed {
+            let word = |value: serde_json::Value| value.as_str().unwrap_or_default().to_owned();
+            let (device, found, expected) = (
+                word(serde_json::json!(self.target.device)),
+                word(serde_json::json!(found)),
+                word(serde_json::json!(computed)),
+            );
+            let message = format!(
+                "found {found}, expected {expected}, in which the built-in engine computes on {device}"
+            );
+            return Err(SpecError::new("target.precision", message));
+        }
         if let Some(CostTableSource::Table(table)) = &self.target.cost_table {
             cost_table::fits(table, &self.target)?;
         }

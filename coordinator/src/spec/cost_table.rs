@@ -115,7 +115,7 @@ pub(super) fn fits(table: &CostTableFile, target: &Target) -> Result<(), SpecErr
         (
             "precision",
             key.precision.clone(),
-            word(serde_json::json!(target.precision)),
+            word(serde_json::json!(target.precision())),
         ),
         ("workload", load(&table.workload), load(&target.workload)),
     ];

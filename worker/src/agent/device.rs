@@ -122,7 +122,6 @@ impl Runner {
             device,
             options,
             coordinator: coordinator.to_owned(),
-            // Devices of kind `cuda` will ask their driver.
             memory: Arc::new(HostMemory),
             reclaim_timeout: RECLAIM_TIMEOUT,
             events,
@@ -266,7 +265,7 @@ impl Runner {
         commands: &mut mpsc::Receiver<Command>,
     ) -> Option<Option<Ended>> {
         let (memory, leaving) = (Arc::clone(&self.memory), self.leaving.clone());
-        let free = wait_until_free(&*memory, &leaving, need_bytes, self.reclaim_timeout);
+        let free = wait_until_free(&memory, &leaving, need_bytes, self.reclaim_timeout);
         tokio::pin!(free);
         let free = loop {
             tokio::select! {

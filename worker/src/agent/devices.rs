@@ -2,8 +2,10 @@
 //! ran there is told to have crashed: its lease is never kept alive with nobody at work.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
+use espalier_model::Device;
 use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, Id, JoinSet};
 use tokio::time::{sleep, timeout};
@@ -11,7 +13,9 @@ use tokio::time::{sleep, timeout};
 use super::core::DeviceEvent;
 use super::device::{Command, Runner};
 use super::leftover::Mark;
+use super::memory::{DeviceMemory, HostMemory, RECLAIM_TIMEOUT};
 use super::options::{DeviceOptions, WorkerOptions};
+use crate::discovery::GpuMemory;
 
 /// Commands waiting for one device: more than it is given while it does anything.
 const COMMANDS: usize = 64;
@@ -55,7 +59,15 @@ impl Devices {
         let (id, coordinator) = (device.id.clone(), &self.options.coordinator);
         let mark = Mark::new(coordinator, &self.options.name, &id);
         let child = self.options.child.clone();
-        let runner = Runner::new(device, child, coordinator, mark, self.to_events.clone());
+        let memory: Arc<dyn DeviceMemory> = match device.device() {
+            Device::Cpu => Arc::new(HostMemory),
+            Device::Cuda(index) => Arc::new(GpuMemory {
+                program: child.program.clone(),
+                index,
+            }),
+        };
+        let runner = Runner::new(device, child, coordinator, mark, self.to_events.clone())
+            .with_memory(memory, RECLAIM_TIMEOUT);
         let handle = self.tasks.spawn(async move {
             sleep(pause).await;
             runner.run(commands).await;

@@ -2,6 +2,7 @@
 //! back. A device that does not come free is said to be so, with the evidence, and never silently used again.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
@@ -13,7 +14,8 @@ const LAST_LOOK: Duration = Duration::from_millis(250);
 
 /// What is free on a device, seen from outside its child.
 pub trait DeviceMemory: fmt::Debug + Send + Sync {
-    /// Bytes that a fresh child could have now; none where the system does not tell.
+    /// Bytes that a fresh child could have now; none where the system does not tell. May take a second: it is
+    /// asked on a thread that may wait.
     fn free_bytes(&self) -> Option<u64>;
 }
 
@@ -96,7 +98,7 @@ pub(super) fn stat(process: i32) -> Option<Stat> {
 /// # Errors
 /// After `patience`: what is left, in one line.
 pub async fn wait_until_free(
-    memory: &dyn DeviceMemory,
+    memory: &Arc<dyn DeviceMemory>,
     groups: &[i32],
     need_bytes: u64,
     patience: Duration,
@@ -112,8 +114,15 @@ pub async fn wait_until_free(
             let look = move || groups.into_iter().flat_map(processes_of_group).collect();
             tokio::task::spawn_blocking(look).await.unwrap_or_default()
         };
-        let free = memory.free_bytes();
-        let fits = need_bytes == 0 || free.is_none_or(|free| free >= need_bytes);
+        let free = match need_bytes {
+            0 => None,
+            _ => {
+                let memory = Arc::clone(memory);
+                let look = tokio::task::spawn_blocking(move || memory.free_bytes());
+                look.await.unwrap_or_default()
+            }
+        };
+        let fits = free.is_none_or(|free| free >= need_bytes);
         if left.is_empty() && fits {
             return Ok(());
         }
@@ -156,12 +165,13 @@ mod tests {
     #[tokio::test]
     async fn memory_that_does_not_come_back_is_told_with_its_evidence() {
         let patience = Duration::from_millis(20);
-        let told = wait_until_free(&Fixed(10), &[], 11, patience).await.unwrap_err();
+        let memory = |free| -> Arc<dyn DeviceMemory> { Arc::new(Fixed(free)) };
+        let told = wait_until_free(&memory(10), &[], 11, patience).await.unwrap_err();
         assert!(
             told.contains("10 bytes") && told.contains("11 are needed"),
             "{told}"
         );
-        wait_until_free(&Fixed(11), &[], 11, patience).await.unwrap();
+        wait_until_free(&memory(11), &[], 11, patience).await.unwrap();
     }
 
     #[test]

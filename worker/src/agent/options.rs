@@ -3,8 +3,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use espalier_proto::v1::Device;
+use espalier_model::Device;
+use espalier_proto::v1;
 
+use crate::discovery::Gpu;
 use crate::{Error, Result};
 
 /// An attempt says once a second that it is alive; a shorter limit would kill one on a busy machine.
@@ -32,7 +34,7 @@ pub struct WorkerOptions {
 pub struct DeviceOptions {
     /// Unique within the worker.
     pub id: String,
-    /// `cpu`.
+    /// `cpu` or `cuda`.
     pub kind: String,
     /// The model, as the system calls it.
     pub name: String,
@@ -40,6 +42,8 @@ pub struct DeviceOptions {
     pub memory_bytes: u64,
     /// Threads an attempt uses.
     pub threads: usize,
+    /// Bytes of a GPU that tensors may take; none: what is free when a child opens it, less a reserve.
+    pub memory_limit: Option<u64>,
 }
 
 /// How children are started and watched.
@@ -69,11 +73,16 @@ impl Default for ChildOptions {
 impl WorkerOptions {
     /// A worker with this machine's processor as its one device, on `threads` threads (0: all there are).
     pub fn cpu(coordinator: &str, name: &str, threads: usize) -> Self {
+        Self::new(coordinator, name, vec![DeviceOptions::cpu(threads)])
+    }
+
+    /// A worker with these devices.
+    pub fn new(coordinator: &str, name: &str, devices: Vec<DeviceOptions>) -> Self {
         Self {
             coordinator: coordinator.to_owned(),
             name: name.to_owned(),
             host: String::new(),
-            devices: vec![DeviceOptions::cpu(threads)],
+            devices,
             child: ChildOptions::default(),
             drain_timeout: Duration::from_secs(60),
         }
@@ -132,11 +141,29 @@ impl DeviceOptions {
             name: processor_name(),
             memory_bytes: memory_bytes(),
             threads,
+            memory_limit: None,
         }
     }
 
-    pub(super) fn announce(&self) -> Device {
-        Device {
+    /// A GPU.
+    pub fn gpu(gpu: &Gpu, threads: usize, memory_limit: Option<u64>) -> Self {
+        Self {
+            id: Device::Cuda(gpu.index).to_string(),
+            kind: "cuda".to_owned(),
+            name: gpu.name.clone(),
+            memory_bytes: memory_limit.map_or(gpu.memory_bytes, |limit| limit.min(gpu.memory_bytes)),
+            threads,
+            memory_limit,
+        }
+    }
+
+    /// Which device its child opens: the one whose name is the id, else the processor.
+    pub(super) fn device(&self) -> Device {
+        self.id.parse().unwrap_or(Device::Cpu)
+    }
+
+    pub(super) fn announce(&self) -> v1::Device {
+        v1::Device {
             id: self.id.clone(),
             kind: self.kind.clone(),
             name: self.name.clone(),

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use espalier_model::Device;
 use espalier_proto::task::{Failure, FailureKind};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
@@ -90,6 +91,7 @@ impl Process {
         let mut command = Command::new(&program);
         command
             .args(&options.arguments)
+            .args(device_arguments(device))
             .env("RAYON_NUM_THREADS", device.threads.to_string())
             .envs(mark.variables())
             .stdin(Stdio::piped())
@@ -282,6 +284,19 @@ impl Drop for Process {
     fn drop(&mut self) {
         self.kill_group();
     }
+}
+
+/// Tells a child which GPU is its; one of the processor needs no telling.
+fn device_arguments(device: &DeviceOptions) -> Vec<String> {
+    let which = device.device();
+    if which == Device::Cpu {
+        return Vec::new();
+    }
+    let mut arguments = vec!["--device".to_owned(), which.to_string()];
+    if let Some(limit) = device.memory_limit {
+        arguments.extend(["--memory-limit".to_owned(), limit.to_string()]);
+    }
+    arguments
 }
 
 /// A line as the child's protocol has it; none when there is no more.

@@ -3,6 +3,9 @@
 //! Requests of the workload run together from start to end. Memory is counted, not sampled: weights, key and
 //! value caches at the workload's longest context, and the activations that the widest block holds while the
 //! prompts run through it. So parent and candidate are compared without the noise of an allocator.
+//!
+//! The clock is the host's, as a user's is: a time begins when the device has nothing left to do, and ends when the
+//! chosen tokens are on the host.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -20,12 +23,16 @@ use crate::agent::options::processor_name;
 use crate::{Error, Result};
 
 /// What cost tables of this engine are true for.
-pub fn cost_key(hidden: usize) -> CostKey {
+pub fn cost_key(operations: &dyn Operations, hidden: usize) -> CostKey {
+    let device = match operations.accelerator() {
+        Some(accelerator) => accelerator.name,
+        None => format!("{}, {} threads", processor_name(), rayon::current_num_threads()),
+    };
     CostKey {
-        device: format!("{}, {} threads", processor_name(), rayon::current_num_threads()),
+        device,
         engine: "builtin".to_owned(),
         engine_version: env!("CARGO_PKG_VERSION").to_owned(),
-        precision: "f32".to_owned(),
+        precision: operations.activation_type().to_string(),
         hidden,
     }
 }
@@ -58,6 +65,7 @@ struct Sample {
 /// A model under a workload, ready to be run again and again.
 #[derive(Debug)]
 pub struct Bench {
+    operations: Arc<dyn Operations>,
     session: Session,
     prompt: Vec<u32>,
     workload: Workload,
@@ -94,6 +102,7 @@ impl Bench {
         let memory_bytes = memory_bytes(model, session.cache_bytes(), workload, entry_bytes);
         let prompt = prompt(tokens, architecture.vocab_size);
         Ok(Self {
+            operations: Arc::clone(operations),
             session,
             prompt,
             workload: *workload,
@@ -122,6 +131,7 @@ impl Bench {
 
     fn once(&mut self) -> Result<Sample> {
         self.session.clear();
+        self.operations.wait()?;
         let start = Instant::now();
         let mut logits = self.session.prefill(&self.prompt)?;
         let mut next = self.session.likeliest(&logits)?;

@@ -158,9 +158,12 @@ impl Subjects {
         architecture: &Architecture,
         shapes: &[BlockShape],
     ) -> Result<Self> {
-        let target = last_level_cache_bytes()
-            .saturating_mul(2)
-            .clamp(LEAST_BYTES, MOST_BYTES);
+        let cache = operations
+            .accelerator()
+            .map_or_else(last_level_cache_bytes, |device| {
+                usize::try_from(device.cache_bytes).unwrap_or(usize::MAX)
+            });
+        let target = cache.saturating_mul(2).clamp(LEAST_BYTES, MOST_BYTES);
         let share = target / shapes.len().max(1);
         let (mut deep, mut shallow, mut differences) = (Vec::new(), Vec::new(), Vec::new());
         for (index, shape) in shapes.iter().enumerate() {
@@ -238,6 +241,7 @@ fn time_all(operations: &Arc<dyn Operations>, stacks: &[Stack], point: Point) ->
             .map(|stack| {
                 let mut session = session(operations, stack, sequences, tokens)?;
                 let prompt = prompt(tokens.saturating_mul(sequences), stack.vocab_size);
+                operations.wait()?;
                 let start = Instant::now();
                 let logits = session.prefill(&prompt)?;
                 session.likeliest(&logits)?;
@@ -251,6 +255,7 @@ fn time_all(operations: &Arc<dyn Operations>, stacks: &[Stack], point: Point) ->
                 session.prefill(&prompt(context.saturating_mul(sequences), stack.vocab_size))?;
                 sessions.push(session);
             }
+            operations.wait()?;
             let next = vec![0_u32; sequences];
             let mut samples = vec![Vec::with_capacity(DECODE_PASSES); stacks.len()];
             for _ in 0..DECODE_PASSES {

@@ -12,15 +12,9 @@ use espalier_model::{Model, Tensor};
 use espalier_proto::task::{ArtifactId, ParentRef, Shard};
 
 use super::Context;
+use super::plan::Training;
 use crate::data::shard::{self, Sequences};
 use crate::{Error, Result};
-
-/// Block inputs are kept when they fit in this many bytes; else they are computed again for each block.
-const BLOCK_INPUT_BYTES: usize = 1 << 30;
-/// Final hidden states of the parent that may be kept over recoveries.
-const FINAL_STATE_BYTES: usize = 512 << 20;
-/// Rows that run through the model together.
-pub(super) const BATCH_ROWS: usize = 2048;
 
 /// A parent in memory, sorted if its reference says so.
 #[derive(Debug)]
@@ -73,6 +67,18 @@ impl Caches {
         self.batches = None;
     }
 
+    /// Bytes of the parent's final hidden states that are kept.
+    pub(super) fn state_bytes(&self) -> usize {
+        self.finals.bytes
+    }
+
+    /// Forgets the parent's final hidden states where they are more than this.
+    pub(super) fn shrink_states(&mut self, most: usize) {
+        if self.finals.bytes > most {
+            self.finals = FinalStates::default();
+        }
+    }
+
     /// The parent, loaded and sorted on first use.
     ///
     /// # Errors
@@ -119,38 +125,95 @@ impl Caches {
         Ok(batches)
     }
 
-    /// The parent's final hidden states of one sequence of a shard.
+    /// The parent's final hidden states of some sequences, in their order. They are kept up to the training's
+    /// `state_bytes`; those that are not are computed, as many together as its `parent_rows` say.
     pub(super) fn final_states(
         &mut self,
         context: &Context<'_>,
         reference: &ParentRef,
-        shard: &ArtifactId,
-        index: usize,
-        tokens: &[u32],
+        sequences: &[Sequence<'_>],
+        training: &Training,
     ) -> Result<Tensor> {
+        let resident = self.parent(context, reference)?;
         if self.finals.of.as_ref() != Some(reference) {
             self.finals = FinalStates {
                 of: Some(reference.clone()),
                 ..FinalStates::default()
             };
         }
-        let key = (shard.clone(), index);
-        if let Some(states) = self.finals.states.get(&key) {
-            return Ok(states.clone());
+        let mut states: Vec<Option<Tensor>> = sequences
+            .iter()
+            .map(|sequence| self.finals.states.get(&sequence.key()).cloned())
+            .collect();
+        let missing: Vec<usize> = (0..sequences.len())
+            .filter(|index| states[*index].is_none())
+            .collect();
+        let tokens_each = sequences
+            .first()
+            .map_or(1, |sequence| sequence.tokens.len().max(1));
+        let together = (training.parent_rows / tokens_each).max(1);
+        for piece in missing.chunks(together) {
+            let layout = Layout {
+                sequences: piece.len(),
+                tokens: tokens_each,
+            };
+            let tokens: Vec<u32> = piece
+                .iter()
+                .flat_map(|index| sequences[*index].tokens)
+                .copied()
+                .collect();
+            let computed = finals(&resident.runner, &tokens, layout)?;
+            if piece.len() == sequences.len() {
+                self.finals.keep(sequences, &computed, training.state_bytes)?;
+                return Ok(computed);
+            }
+            for (place, index) in piece.iter().enumerate() {
+                let own = computed.narrow_rows(place * tokens_each, tokens_each)?;
+                states[*index] = Some(own);
+            }
+            let computed_of: Vec<Sequence<'_>> = piece.iter().map(|index| sequences[*index]).collect();
+            self.finals.keep(&computed_of, &computed, training.state_bytes)?;
         }
-        let resident = self.parent(context, reference)?;
-        let layout = Layout {
-            sequences: 1,
-            tokens: tokens.len(),
-        };
-        let states = finals(&resident.runner, tokens, layout)?;
-        let bytes = states.bytes();
-        if self.finals.bytes + bytes <= FINAL_STATE_BYTES {
-            self.finals.of = Some(reference.clone());
-            self.finals.bytes += bytes;
-            self.finals.states.insert(key, states.clone());
+        let states: Vec<&Tensor> = states.iter().flatten().collect();
+        Ok(match states.as_slice() {
+            [only] => (*only).clone(),
+            several => context.operations.concatenate(several)?,
+        })
+    }
+}
+
+/// A sequence of a shard.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sequence<'a> {
+    /// The shard.
+    pub shard: &'a ArtifactId,
+    /// Which of its sequences.
+    pub index: usize,
+    /// Its tokens.
+    pub tokens: &'a [u32],
+}
+
+impl Sequence<'_> {
+    fn key(&self) -> (ArtifactId, usize) {
+        (self.shard.clone(), self.index)
+    }
+}
+
+impl FinalStates {
+    /// Keeps what was computed for sequences of equal length, all of it or, where it does not fit, nothing: parts
+    /// would hold the memory of the whole.
+    fn keep(&mut self, sequences: &[Sequence<'_>], computed: &Tensor, limit: usize) -> Result<()> {
+        let bytes = computed.bytes();
+        if self.bytes.saturating_add(bytes) > limit {
+            return Ok(());
         }
-        Ok(states)
+        self.bytes += bytes;
+        let each = computed.rows() / sequences.len().max(1);
+        for (place, sequence) in sequences.iter().enumerate() {
+            let own = computed.narrow_rows(place * each, each)?;
+            self.states.insert(sequence.key(), own);
+        }
+        Ok(())
     }
 }
 
@@ -172,6 +235,7 @@ fn load(context: &Context<'_>, reference: &ParentRef) -> Result<Resident> {
         let path = context.store.get_file(&permutation.0)?;
         model = load_permutation(&path, permutation)?.apply(&model, &**operations)?;
     }
+    operations.prepare(&model.architecture)?;
     let model = Arc::new(model);
     let runner = Runner::new(Arc::clone(operations), Arc::clone(&model));
     Ok(Resident {
@@ -196,9 +260,9 @@ pub(super) fn finals(runner: &Runner, tokens: &[u32], layout: Layout) -> Result<
     Ok(runner.final_norm(&hidden)?)
 }
 
-/// Sequences as batches of rows that run together.
-pub(super) fn layouts(sequences: &Sequences) -> Vec<(Layout, Vec<u32>)> {
-    let together = (BATCH_ROWS / sequences.sequence_tokens.max(1)).max(1);
+/// Sequences as batches of about so many rows that run together.
+pub(super) fn layouts(sequences: &Sequences, rows: usize) -> Vec<(Layout, Vec<u32>)> {
+    let together = (rows / sequences.sequence_tokens.max(1)).max(1);
     sequences
         .pieces(together)
         .into_iter()
@@ -226,9 +290,10 @@ fn run_batches(
         .len()
         .saturating_mul(hidden * context.operations.activation_bytes())
         .saturating_mul(blocks);
-    let keep = with_inputs && bytes <= BLOCK_INPUT_BYTES;
+    let plan = context.plan();
+    let keep = with_inputs && bytes <= plan.input_bytes();
     let mut batches = Vec::new();
-    for (layout, tokens) in layouts(sequences) {
+    for (layout, tokens) in layouts(sequences, plan.rows(&resident.model.architecture)) {
         context.check_cancelled()?;
         let mut hidden = resident.runner.embed(&tokens)?;
         let mut inputs = Vec::new();

@@ -11,7 +11,7 @@ use crate::{Error, Result};
 pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Calibrate) -> Result<TaskOutput> {
     let resident = caches.parent(context, &task.parent)?;
     let sequences = shard::read(context.store, &task.shard, resident.model.architecture.vocab_size)?;
-    let batches = layouts(&sequences);
+    let batches = layouts(&sequences, context.plan().rows(&resident.model.architecture));
     let total = sequences.tokens.len();
     let (mut sums, mut done): (Option<Importance>, usize) = (None, 0);
     for (layout, tokens) in &batches {

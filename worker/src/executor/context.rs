@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 
 use espalier_artifact::BlockingStore;
 use espalier_model::ops::Operations;
-use espalier_model::ops::cpu::CpuOperations;
 use espalier_proto::task::{ArtifactId, Progress};
 
-use super::pulse::{Beating, Pulse};
+use super::backend::Backend;
+use super::plan::Plan;
+use super::pulse::Pulse;
 use crate::{Error, Result};
 
 /// Progress is passed on at most this often; the last of a stage always is.
@@ -47,11 +48,9 @@ pub struct Context<'a> {
 }
 
 impl<'a> Context<'a> {
-    /// An attempt on the CPU.
-    pub fn new(store: &'a BlockingStore, progress: ProgressSink, stop: StopFlag) -> Self {
-        let pulse = Pulse::default();
-        let operations: Arc<dyn Operations> =
-            Arc::new(Beating::new(Box::new(CpuOperations::new()), pulse.clone()));
+    /// An attempt on this device.
+    pub fn new(backend: &Backend, store: &'a BlockingStore, progress: ProgressSink, stop: StopFlag) -> Self {
+        let Backend { operations, pulse } = backend.clone();
         Self {
             operations,
             store,
@@ -64,9 +63,9 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// What beats as long as the attempt is alive, whether it tells progress or not.
-    pub fn pulse(&self) -> Pulse {
-        self.pulse.clone()
+    /// How much is done at a time on the device, and kept there, as it is now.
+    pub(super) fn plan(&self) -> Plan {
+        Plan::of(self.operations.accelerator().as_ref())
     }
 
     /// The same for the attempt of this number.

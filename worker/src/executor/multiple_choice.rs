@@ -14,7 +14,6 @@ use serde::Deserialize;
 use std::io::BufRead;
 
 use super::Context;
-use super::caches::BATCH_ROWS;
 use super::divergence::count;
 use crate::data::open::open;
 use crate::{Error, Result};
@@ -190,6 +189,8 @@ fn score(context: &Context<'_>, runner: &Runner, items: &[Item]) -> Result<Vec<S
         };
         items.len()
     ];
+    let rows = context.plan().rows(&runner.model().architecture);
+    let logit_rows = context.plan().logit_rows();
     let mut rest = order.as_slice();
     while let Some(first) = rest.first() {
         context.check_cancelled()?;
@@ -197,14 +198,17 @@ fn score(context: &Context<'_>, runner: &Runner, items: &[Item]) -> Result<Vec<S
         let mut length = items[*first].tokens.len();
         while let Some(next) = rest.get(together) {
             let longer = items[*next].tokens.len();
-            if longer.saturating_mul(together + 1) > BATCH_ROWS {
+            if longer.saturating_mul(together + 1) > rows {
                 break;
             }
             (together, length) = (together + 1, longer);
         }
         let (batch, left) = rest.split_at(together);
         let chosen: Vec<&Item> = batch.iter().map(|index| &items[*index]).collect();
-        for (index, result) in batch.iter().zip(score_batch(runner, &chosen, length)?) {
+        for (index, result) in batch
+            .iter()
+            .zip(score_batch(runner, &chosen, length, logit_rows)?)
+        {
             scored[*index] = result;
         }
         rest = left;
@@ -212,7 +216,7 @@ fn score(context: &Context<'_>, runner: &Runner, items: &[Item]) -> Result<Vec<S
     Ok(scored)
 }
 
-fn score_batch(runner: &Runner, items: &[&Item], length: usize) -> Result<Vec<Scored>> {
+fn score_batch(runner: &Runner, items: &[&Item], length: usize, logit_rows: usize) -> Result<Vec<Scored>> {
     let layout = Layout {
         sequences: items.len(),
         tokens: length.max(1),
@@ -237,12 +241,7 @@ fn score_batch(runner: &Runner, items: &[&Item], length: usize) -> Result<Vec<Sc
     };
     let losses = operations.cross_entropy(head, &operations.tokens(&[], Some(&targets))?, None)?;
     let losses = operations.download(&losses.rows)?;
-    let needs_greedy = items.len() <= BATCH_ROWS;
-    let greedy = if needs_greedy {
-        likeliest(runner, &wanted)?
-    } else {
-        Vec::new()
-    };
+    let greedy = likeliest(runner, &wanted, logit_rows)?;
     let mut results = Vec::with_capacity(items.len());
     let mut at = 0;
     for item in items {
@@ -263,13 +262,12 @@ fn score_batch(runner: &Runner, items: &[&Item], length: usize) -> Result<Vec<Sc
 }
 
 /// The likeliest next token of each row, a few rows at a time.
-fn likeliest(runner: &Runner, hidden: &espalier_model::Tensor) -> Result<Vec<u32>> {
-    const ROWS: usize = 64;
+fn likeliest(runner: &Runner, hidden: &espalier_model::Tensor, rows: usize) -> Result<Vec<u32>> {
     let operations = runner.operations().as_ref();
     let mut found = Vec::with_capacity(hidden.rows());
     let mut start = 0;
     while start < hidden.rows() {
-        let part = hidden.narrow_rows(start, ROWS.min(hidden.rows() - start))?;
+        let part = hidden.narrow_rows(start, rows.min(hidden.rows() - start))?;
         let logits = operations.logits(Head {
             hidden: &part,
             weight: runner.model().head(),

@@ -36,7 +36,7 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Profile) ->
     }
     context.progress(rounds + 1, rounds + 1, "rounds", String::new)?;
     Ok(Profiled {
-        key: cost_key(task.architecture.hidden),
+        key: cost_key(&**operations, task.architecture.hidden),
         rows: stacks.rows(),
         parent: bench.measurement(),
     })

@@ -1,44 +1,124 @@
-//! Whether an attempt is alive, apart from how far it has come: a count that every operation of the backend
-//! and every chance to stop raises. Who looks at it knows a long silence from a hang.
+//! Whether an attempt is alive, apart from how far it has come: a count of what was done. Who looks at it knows a
+//! long silence from a hang.
+//!
+//! On the host every operation of the backend and every chance to stop raises it. A device that runs behind its
+//! host does not answer when it is asked, so there its completed work counts, by marks that are put between the
+//! operations and looked at without waiting; and what the host does by itself only while it waits for none of them.
+//! So a kernel that hangs is not alive because more work can be queued behind it, and one that takes long is not
+//! dead because nothing is queued meanwhile.
 
-use std::sync::Arc;
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use espalier_arch::{Architecture, Attention};
 use espalier_model::collective::Gang;
 use espalier_model::collective::mesh::Mesh;
 use espalier_model::ops::{
-    AdamWParameter, AdamWStep, Axis, Head, HeadGradient, KvCache, Layout, Linear, LinearGradient, Losses,
-    Operations, Pending, RopeTable, TokenBatch,
+    Accelerator, AdamWParameter, AdamWStep, Axis, Completion, Head, HeadGradient, KvCache, Layout, Linear,
+    LinearGradient, Losses, Operations, Pending, RopeTable, TokenBatch,
 };
 use espalier_model::{ElementType, Result, Tensor};
 
+/// Operations from one mark to the next: a mark costs the host microseconds.
+const OPERATIONS_PER_MARK: u32 = 64;
+
 /// The count. Clones are the same.
 #[derive(Debug, Clone, Default)]
-pub struct Pulse(Arc<AtomicU64>);
+pub struct Pulse(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    beats: AtomicU64,
+    ahead: Mutex<Ahead>,
+}
+
+/// What a device was asked and has not been seen to have done.
+#[derive(Debug, Default)]
+struct Ahead {
+    marks: VecDeque<Box<dyn Completion>>,
+    operations_since: u32,
+}
+
+impl Ahead {
+    /// Drops the marks that the device has passed, and says how many.
+    fn passed(&mut self) -> u64 {
+        let mut passed = 0;
+        while let Some(mark) = self.marks.front() {
+            match mark.is_reached() {
+                Ok(true) => {
+                    passed += 1;
+                    self.marks.pop_front();
+                }
+                Ok(false) => break,
+                // Whoever asked for that work is told by the next operation.
+                Err(_) => self.marks.clear(),
+            }
+        }
+        passed
+    }
+}
 
 impl Pulse {
-    /// Something was done.
+    fn ahead(&self) -> MutexGuard<'_, Ahead> {
+        // Its methods leave it whole wherever they could panic.
+        self.0.ahead.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn count(&self, done: u64) {
+        self.0.beats.fetch_add(done, Ordering::Relaxed);
+    }
+
+    /// The host did something.
     pub(super) fn beat(&self) {
-        self.0.fetch_add(1, Ordering::Relaxed);
+        if self.ahead().marks.is_empty() {
+            self.count(1);
+        }
+    }
+
+    /// A device that runs behind its host was asked for something.
+    fn asked(&self, mark: impl FnOnce() -> Result<Option<Box<dyn Completion>>>) {
+        let mut ahead = self.ahead();
+        ahead.operations_since += 1;
+        if !ahead.marks.is_empty() && ahead.operations_since < OPERATIONS_PER_MARK {
+            return;
+        }
+        self.count(ahead.passed());
+        ahead.operations_since = 0;
+        if let Ok(Some(mark)) = mark() {
+            ahead.marks.push_back(mark);
+        }
     }
 
     /// How much was done so far.
     pub fn beats(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
+        let passed = self.ahead().passed();
+        self.count(passed);
+        self.0.beats.load(Ordering::Relaxed)
     }
 }
 
-/// A backend whose every operation is a beat.
+/// A backend that tells its pulse what was done.
 #[derive(Debug)]
 pub(super) struct Beating {
     inner: Box<dyn Operations>,
     pulse: Pulse,
+    /// Whether the device runs behind its host.
+    behind: bool,
 }
 
 impl Beating {
     pub(super) fn new(inner: Box<dyn Operations>, pulse: Pulse) -> Self {
-        Self { inner, pulse }
+        let behind = inner.accelerator().is_some();
+        Self { inner, pulse, behind }
+    }
+
+    fn beat(&self) {
+        if self.behind {
+            self.pulse.asked(|| self.inner.mark());
+        } else {
+            self.pulse.beat();
+        }
     }
 }
 
@@ -50,11 +130,19 @@ macro_rules! beating {
                 self.inner.activation_type()
             }
 
+            fn accelerator(&self) -> Option<Accelerator> {
+                self.inner.accelerator()
+            }
+
+            fn mark(&self) -> Result<Option<Box<dyn Completion>>> {
+                self.inner.mark()
+            }
+
             $(
                 #[allow(clippy::too_many_arguments)] // the operation's own
                 fn $name(&self, $($argument: $type),*) -> Result<$answer> {
                     let answer = self.inner.$name($($argument),*);
-                    self.pulse.beat();
+                    self.beat();
                     answer
                 }
             )*
@@ -63,6 +151,7 @@ macro_rules! beating {
 }
 
 beating! {
+    wait() -> ();
     prepare(architecture: &Architecture) -> ();
     gang(mesh: Arc<Mesh>) -> Arc<dyn Gang>;
     zeros(rows: usize, columns: usize, element_type: ElementType) -> Tensor;
@@ -117,4 +206,70 @@ beating! {
     tile_products(a: &Tensor, b: &Tensor, tile: usize) -> Vec<f64>;
     measure(gradients: &[&Tensor], losses: &[Tensor]) -> Tensor;
     update(parameters: &mut [AdamWParameter<'_>], step: AdamWStep, measured: &Tensor) -> Box<dyn Pending>;
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+    use std::sync::atomic::AtomicBool;
+
+    use espalier_model::Error;
+
+    use super::*;
+
+    #[derive(Debug, Clone, Default)]
+    struct Point {
+        reached: Arc<AtomicBool>,
+        failed: Arc<AtomicBool>,
+    }
+
+    impl Completion for Point {
+        fn is_reached(&self) -> Result<bool> {
+            if self.failed.load(Ordering::SeqCst) {
+                return Err(Error::SharedTensor);
+            }
+            Ok(self.reached.load(Ordering::SeqCst))
+        }
+    }
+
+    fn ask(pulse: &Pulse, point: &Point) {
+        pulse.asked(|| Ok(Some(Box::new(point.clone()))));
+    }
+
+    #[test]
+    fn a_device_that_hangs_does_not_beat_however_much_is_asked_of_it_and_one_that_goes_on_does() {
+        let pulse = Pulse::default();
+        let (first, second) = (Point::default(), Point::default());
+        pulse.beat();
+        assert_eq!(
+            pulse.beats(),
+            1,
+            "nothing is under way: what the host does counts"
+        );
+        ask(&pulse, &first);
+        for _ in 0..3 * OPERATIONS_PER_MARK {
+            ask(&pulse, &second);
+            pulse.beat();
+        }
+        assert_eq!(pulse.beats(), 1, "it was only asked");
+        first.reached.store(true, Ordering::SeqCst);
+        assert_eq!(pulse.beats(), 2);
+        assert_eq!(pulse.beats(), 2, "each mark counts once");
+        second.reached.store(true, Ordering::SeqCst);
+        assert_eq!(pulse.beats(), 5, "a mark each so many operations");
+        pulse.beat();
+        assert_eq!(pulse.beats(), 6, "nothing is under way again");
+    }
+
+    #[test]
+    fn work_that_failed_is_no_sign_of_life_and_holds_none_back() {
+        let pulse = Pulse::default();
+        let point = Point::default();
+        ask(&pulse, &point);
+        point.failed.store(true, Ordering::SeqCst);
+        assert_eq!(pulse.beats(), 0);
+        pulse.beat();
+        assert_eq!(pulse.beats(), 1);
+    }
 }

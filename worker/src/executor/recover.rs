@@ -19,16 +19,13 @@ use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-use super::caches::finals;
+use super::caches::{Sequence, finals};
 use super::divergence::mean;
+use super::plan::Training;
 use super::{Caches, Context, Resident};
 use crate::data::shard::{self, Sequences};
 use crate::{Error, Result};
 
-/// Rows of a micro-batch; a step is the mean over its micro-batches.
-const MICRO_BATCH_ROWS: usize = 512;
-/// Activations inside blocks that are kept for the backward.
-const ACTIVATION_BYTES: usize = 640 << 20;
 /// Sequences whose loss before and after guards against training that harms.
 const GUARD_SEQUENCES: usize = 4;
 
@@ -56,6 +53,8 @@ struct Attempt<'a, 'b> {
     resident: Arc<Resident>,
     about: Name,
     steps: usize,
+    /// How much of it the device takes at a time.
+    training: Training,
 }
 
 pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Recover) -> Result<Recovered> {
@@ -67,6 +66,14 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Recover) ->
     let tokens = usize::try_from(task.recipe.tokens).unwrap_or(usize::MAX);
     let steps = (tokens / step_tokens.max(1)).max(1);
     let about = question(task)?;
+    let parent = &resident.model.architecture;
+    let student = parent.with_candidate(&task.candidate)?;
+    let batch = task.recipe.batch_sequences;
+    // States that an earlier recovery left stay where there is room for them.
+    let plan = context.plan().with_more(caches.state_bytes());
+    let training = plan.training(parent, &student, corpus.sequence_tokens, batch)?;
+    caches.shrink_states(training.state_bytes);
+    tracing::debug!(?training, "how much the device takes at a time");
     let attempt = Attempt {
         context,
         task,
@@ -74,6 +81,7 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Recover) ->
         resident,
         about,
         steps,
+        training,
     };
     attempt.train(caches)
 }
@@ -194,7 +202,7 @@ impl Attempt<'_, '_> {
         }
         let operations = Arc::clone(&self.context.operations);
         Ok((
-            Trainer::new(operations, untrained, ACTIVATION_BYTES)?,
+            Trainer::new(operations, untrained, self.training.activation_bytes)?,
             Vec::new(),
             0.0,
         ))
@@ -203,7 +211,7 @@ impl Attempt<'_, '_> {
     fn load(&self, checkpoint: &Checkpoint, untrained: &Model) -> Result<Trainer> {
         let path = self.context.store.get_file(&checkpoint.trainer.0)?;
         let operations = Arc::clone(&self.context.operations);
-        let trainer = Trainer::load(operations, &path, ACTIVATION_BYTES)?;
+        let trainer = Trainer::load(operations, &path, self.training.activation_bytes)?;
         if *trainer.weights().architecture() != untrained.architecture {
             let reason = "it is of a model of another shape".to_owned();
             let artifact = checkpoint.trainer.to_string();
@@ -281,7 +289,7 @@ impl Attempt<'_, '_> {
         let chosen: Vec<usize> = (step * batch..(step + 1) * batch)
             .map(|place| order.at(place))
             .collect();
-        let together = (MICRO_BATCH_ROWS / self.corpus.sequence_tokens.max(1)).max(1);
+        let together = (self.training.rows / self.corpus.sequence_tokens.max(1)).max(1);
         let predictions = batch * self.corpus.sequence_tokens;
         for micro in chosen.chunks(together) {
             self.context.check_cancelled()?;
@@ -325,21 +333,13 @@ impl Attempt<'_, '_> {
             sequences: chosen.len(),
             tokens: self.corpus.sequence_tokens,
         };
-        let mut tokens = Vec::with_capacity(layout.rows());
-        let mut states = Vec::with_capacity(chosen.len());
+        let mut sequences = Vec::with_capacity(chosen.len());
         for place in chosen {
-            let (artifact, index, sequence) = self.corpus.sequence(*place)?;
-            states.push(caches.final_states(self.context, &self.task.parent, artifact, index, sequence)?);
-            tokens.extend_from_slice(sequence);
+            sequences.push(self.corpus.sequence(*place)?);
         }
-        let states = match states.as_slice() {
-            [only] => only.clone(),
-            several => {
-                let several: Vec<&Tensor> = several.iter().collect();
-                self.context.operations.concatenate(&several)?
-            }
-        };
-        Ok((tokens, states, layout))
+        let states = caches.final_states(self.context, &self.task.parent, &sequences, &self.training)?;
+        let tokens = sequences.iter().flat_map(|sequence| sequence.tokens).copied();
+        Ok((tokens.collect(), states, layout))
     }
 
     /// Mean KL to the parent on the first sequences of the training data.
@@ -397,16 +397,15 @@ impl<'a> Corpus<'a> {
         })
     }
 
-    /// The shard, the index in it and the tokens of a sequence.
-    fn sequence(&self, place: usize) -> Result<(&'a ArtifactId, usize, &[u32])> {
+    fn sequence(&self, place: usize) -> Result<Sequence<'_>> {
         let found = self.places.get(place).and_then(|(shard, index)| {
             let (artifact, sequences) = self.shards.get(*shard)?;
             let start = index * self.sequence_tokens;
-            Some((
-                *artifact,
-                *index,
-                sequences.tokens.get(start..start + self.sequence_tokens)?,
-            ))
+            Some(Sequence {
+                shard: artifact,
+                index: *index,
+                tokens: sequences.tokens.get(start..start + self.sequence_tokens)?,
+            })
         });
         found.ok_or_else(|| Error::Invalid {
             reason: format!("there is no training sequence {place}"),

@@ -183,6 +183,7 @@ impl Tail<'_> {
                 .map(|recovered| recovered.losses.clone())
                 .unwrap_or_default(),
             recovery_tokens: recovered.map_or(0, |recovered| recovered.tokens),
+            recovery_seconds: recovered.map_or(0.0, |recovered| recovered.seconds),
             kept_untrained: recovered.is_some_and(|recovered| recovered.kept_untrained),
             weights: recovered.map(|recovered| recovered.weights.clone()),
         })
