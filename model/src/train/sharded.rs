@@ -33,8 +33,26 @@ struct Shard {
     first_moment: Tensor,
     second_moment: Tensor,
     /// The sum of all ranks' gradients of this part, once the bucket's last one is written.
-    gradient: Option<InFlight>,
+    gradient: Option<Gradient>,
 }
+
+#[derive(Debug)]
+enum Gradient {
+    UnderWay(InFlight),
+    Arrived(Tensor),
+}
+
+impl Gradient {
+    fn wait(self) -> Result<Tensor> {
+        match self {
+            Self::UnderWay(gradient) => gradient.wait(),
+            Self::Arrived(gradient) => Ok(gradient),
+        }
+    }
+}
+
+/// Buckets under way at a time: each holds its flat gradients until it is waited for.
+const UNDER_WAY: usize = 4;
 
 /// This rank's share of a stage's optimiser.
 #[derive(Debug)]
@@ -90,10 +108,28 @@ impl Sharded {
         gradients: &mut StageWeights,
     ) -> Result<()> {
         let now = when(what, self.blocks);
-        for shard in &mut self.shards {
+        for index in 0..self.shards.len() {
+            let Some(shard) = self.shards.get_mut(index) else {
+                break;
+            };
             if shard.gradient.is_none() && shard.bucket.written <= now {
                 let flat = shard.take_gradients(operations, gradients, self.replicas.size())?;
-                shard.gradient = Some(self.replicas.reduce_scatter(flat)?);
+                let gradient = self.replicas.reduce_scatter(flat)?;
+                shard.gradient = Some(Gradient::UnderWay(gradient));
+                self.wait_for_all_but(UNDER_WAY)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for the oldest buckets under way until no more than `most` are.
+    fn wait_for_all_but(&mut self, most: usize) -> Result<()> {
+        let is_under_way = |shard: &&mut Shard| matches!(shard.gradient, Some(Gradient::UnderWay(_)));
+        let mut under_way: Vec<&mut Shard> = self.shards.iter_mut().filter(is_under_way).collect();
+        let excess = under_way.len().saturating_sub(most);
+        for shard in under_way.iter_mut().take(excess) {
+            if let Some(gradient) = shard.gradient.take() {
+                shard.gradient = Some(Gradient::Arrived(gradient.wait()?));
             }
         }
         Ok(())
