@@ -80,7 +80,9 @@ impl Tally<'_> {
                 state ^= state << 13;
                 state ^= state >> 7;
                 state ^= state << 17;
-                let value = (state >> 40) as f32 / (1 << 23) as f32 - 1.0;
+                // Of magnitudes so far apart that sums are rounded.
+                let value =
+                    ((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * 2_f32.powi((state & 15) as i32 - 8);
                 match self.element_type {
                     ElementType::F32 => value,
                     ElementType::Bf16 => half::bf16::from_f32(value).to_f32(),

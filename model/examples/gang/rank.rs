@@ -52,7 +52,12 @@ fn work(plan: &Plan, number: usize) -> Result<Line> {
                 deadline: CALL + CALL,
                 ..cuda::Options::default()
             };
-            let device = Arc::new(CudaOperations::open(u32::try_from(number)?, options)?);
+            // All on one GPU, slowly, where NCCL is told that it may be so (2.30 and later).
+            let index = match std::env::var("GANG_DEVICE") {
+                Ok(index) => index.parse()?,
+                Err(_) => u32::try_from(number)?,
+            };
+            let device = Arc::new(CudaOperations::open(index, options)?);
             (device.clone(), Some(device))
         }
     };
