@@ -200,12 +200,10 @@ impl Bench {
         let (session, ..) = self.session.as_mut().context("the session made above")?;
         session.clear();
         let logits = session.prefill(&prompt)?;
-        let mut next = session.likeliest(&logits)?;
+        let next = session.likeliest(&logits)?;
+        drop(logits);
         let start = Instant::now();
-        for _ in 0..steps {
-            let logits = session.decode(&next)?;
-            next = session.likeliest(&logits)?;
-        }
+        session.go_on(&next, steps, |_| false)?;
         Ok(start.elapsed().as_secs_f64() / steps.max(1) as f64)
     }
 

@@ -14,6 +14,7 @@ pub mod mlp;
 mod rope;
 
 pub use rope::RopeTables;
+pub(crate) use rope::any_depends_on_length;
 
 /// What every block of a model shares while a batch runs through it.
 #[derive(Debug, Clone, Copy)]

@@ -1,13 +1,15 @@
 //! Prefill and decoding with a key/value cache, for a batch of sequences of equal length.
 //!
-//! Logits are computed for the last position of each sequence only.
+//! Logits are computed for the last position of each sequence only. Where the backend keeps what a step of one token
+//! queues ([`Decoding`]), such steps are its affair, and the host only says which tokens, or not even that.
 
 use std::sync::Arc;
 
 use espalier_arch::{Attention, BlockShape};
 
-use crate::block::{self, Context, RopeTables, attention};
-use crate::ops::{Head, KvCache, Layout, Operations};
+use crate::block::{self, Context, RopeTables, any_depends_on_length, attention, mlp};
+use crate::ops::decoding::Decoding;
+use crate::ops::{Head, KvCache, Layout, Operations, RopeTable};
 use crate::runner::block_parts;
 use crate::{BlockWeights, Error, Model, Result, Tensor};
 
@@ -22,6 +24,18 @@ pub struct Session {
     length: usize,
     /// One for each block; none where the block keeps no state.
     caches: Vec<Option<KvCache>>,
+    steps: Steps,
+}
+
+/// How steps of one token a sequence are run.
+#[derive(Debug)]
+enum Steps {
+    /// Nobody asked for one yet.
+    Unknown,
+    /// As a prompt is.
+    AsPrompt,
+    /// By the backend, with a table of every position for each block.
+    Kept(Box<dyn Decoding>, Vec<Option<Arc<RopeTable>>>),
 }
 
 impl Session {
@@ -52,6 +66,7 @@ impl Session {
             capacity,
             length: 0,
             caches,
+            steps: Steps::Unknown,
         })
     }
 
@@ -123,7 +138,11 @@ impl Session {
                 found: format!("{} tokens", tokens.len()),
             });
         }
-        self.prefill(tokens)
+        let stepped = self.step(Some(tokens))?;
+        match &self.steps {
+            Steps::Kept(decoding, _) if stepped => decoding.last_logits(),
+            _ => self.prefill(tokens),
+        }
     }
 
     /// Prefills `prompt` (sequence after sequence) and then takes the likeliest token `count` times. Gives
@@ -132,23 +151,105 @@ impl Session {
     /// # Errors
     /// As [`Session::prefill`].
     pub fn generate_greedy(&mut self, prompt: &[u32], count: usize, stop: &[u32]) -> Result<Vec<Vec<u32>>> {
-        let mut generated = vec![Vec::with_capacity(count); self.sequences];
-        let mut ended = vec![false; self.sequences];
-        let mut logits = self.prefill(prompt)?;
-        for step in 0..count {
-            let next = self.likeliest(&logits)?;
-            for ((sequence, token), ended) in generated.iter_mut().zip(&next).zip(&mut ended) {
-                *ended |= stop.contains(token);
-                if !*ended {
-                    sequence.push(*token);
-                }
-            }
-            if step + 1 == count || ended.iter().all(|ended| *ended) {
-                break;
-            }
-            logits = self.decode(&next)?;
+        let mut generated = Generated::new(self.sequences, stop);
+        let logits = self.prefill(prompt)?;
+        let Some(steps) = count.checked_sub(1) else {
+            return Ok(generated.sequences);
+        };
+        let first = self.likeliest(&logits)?;
+        if !generated.take(&first) {
+            self.go_on(&first, steps, |next| generated.take(next))?;
         }
-        Ok(generated)
+        Ok(generated.sequences)
+    }
+
+    /// Takes `tokens`, one of each sequence, and then `steps - 1` times the likeliest ones; `each` is shown the
+    /// likeliest after every step, in order, and ends it all by saying true. The session may by then have taken a step
+    /// more, of the tokens shown last.
+    ///
+    /// # Errors
+    /// As [`Session::prefill`].
+    pub fn go_on(
+        &mut self,
+        tokens: &[u32],
+        steps: usize,
+        mut each: impl FnMut(&[u32]) -> bool,
+    ) -> Result<()> {
+        let mut next = tokens.to_vec();
+        // What a step on its way will give, while the one after it is queued.
+        let mut before = None;
+        for index in 0..steps {
+            let given = (index == 0).then_some(next.as_slice());
+            if !self.step(given)? {
+                let logits = self.prefill(&next)?;
+                next = self.likeliest(&logits)?;
+                if each(&next) {
+                    return Ok(());
+                }
+                continue;
+            }
+            let Steps::Kept(decoding, _) = &self.steps else {
+                continue;
+            };
+            if let Some(before) = before.replace(decoding.likeliest()?)
+                && each(&before.read()?)
+            {
+                return Ok(());
+            }
+        }
+        if let Some(last) = before {
+            each(&last.read()?);
+        }
+        Ok(())
+    }
+
+    /// Takes one token of each sequence, the likeliest where none are given, by the backend's own steps; false where it
+    /// has none.
+    fn step(&mut self, tokens: Option<&[u32]>) -> Result<bool> {
+        if matches!(self.steps, Steps::Unknown) {
+            self.steps = self.new_steps()?;
+        }
+        if matches!(self.steps, Steps::AsPrompt) {
+            return Ok(false);
+        }
+        self.expect_room(1)?;
+        let held = self.length;
+        let Self {
+            operations,
+            model,
+            caches,
+            steps: Steps::Kept(decoding, tables),
+            sequences,
+            ..
+        } = self
+        else {
+            return Ok(false);
+        };
+        let layout = Layout {
+            sequences: *sequences,
+            tokens: 1,
+        };
+        let step =
+            |decoding: &dyn Decoding| token(operations.as_ref(), model, caches, tables, layout, decoding);
+        decoding.run(tokens, held, &step)?;
+        self.length = held + 1;
+        for cache in self.caches.iter_mut().flatten() {
+            cache.length = self.length;
+        }
+        Ok(true)
+    }
+
+    fn new_steps(&self) -> Result<Steps> {
+        let architecture = &self.model.architecture;
+        let shapes = || architecture.blocks.iter().map(|block| &block.shape);
+        if any_depends_on_length(shapes(), self.capacity) {
+            return Ok(Steps::AsPrompt);
+        }
+        let Some(decoding) = self.operations.decoding(self.sequences, architecture)? else {
+            return Ok(Steps::AsPrompt);
+        };
+        let table = |shape| self.rope.get(self.operations.as_ref(), shape, self.capacity);
+        Ok(Steps::Kept(decoding, shapes().map(table).collect::<Result<_>>()?))
     }
 
     /// The likeliest token of each row of `logits`; the first of equals.
@@ -171,17 +272,22 @@ impl Session {
                 found: format!("{} tokens", tokens.len()),
             });
         }
-        if self.length + each > self.capacity {
-            return Err(Error::OutOfRange {
-                what: "tokens in the session",
-                value: self.length + each,
-                expected: format!("at most its capacity of {}", self.capacity),
-            });
-        }
+        self.expect_room(each)?;
         Ok(Layout {
             sequences: self.sequences,
             tokens: each,
         })
+    }
+
+    fn expect_room(&self, tokens: usize) -> Result<()> {
+        if self.length + tokens > self.capacity {
+            return Err(Error::OutOfRange {
+                what: "tokens in the session",
+                value: self.length + tokens,
+                expected: format!("at most its capacity of {}", self.capacity),
+            });
+        }
+        Ok(())
     }
 
     fn last_logits(&self, hidden: &Tensor, layout: Layout) -> Result<Tensor> {
@@ -192,6 +298,66 @@ impl Session {
             hidden: &normed,
             weight: self.model.head(),
         })
+    }
+}
+
+/// One token of each sequence through the whole model.
+fn token(
+    operations: &dyn Operations,
+    model: &Model,
+    caches: &[Option<KvCache>],
+    tables: &[Option<Arc<RopeTable>>],
+    layout: Layout,
+    decoding: &dyn Decoding,
+) -> Result<Tensor> {
+    let epsilon = model.architecture.norm_epsilon;
+    let mut hidden = decoding.embedding(&model.embedding)?;
+    for (index, (cache, table)) in caches.iter().zip(tables).enumerate() {
+        let context = Context {
+            operations,
+            layout,
+            epsilon,
+            rope: table.as_deref(),
+        };
+        let (shape, weights) = block_parts(model, index)?;
+        hidden = match (shape, weights, cache) {
+            (BlockShape::Attention(shape), BlockWeights::Attention(weights), Some(cache)) => {
+                attention::forward_step(context, decoding, shape, weights, &hidden, cache)?
+            }
+            (BlockShape::Mlp(_), BlockWeights::Mlp(weights), _) => {
+                mlp::forward_step(context, decoding, weights, &hidden)?
+            }
+            _ => block::forward(context, shape, weights, &hidden)?,
+        };
+    }
+    decoding.logits(&hidden, &model.final_norm, epsilon, model.head())
+}
+
+/// The tokens generated so far.
+struct Generated<'a> {
+    sequences: Vec<Vec<u32>>,
+    ended: Vec<bool>,
+    stop: &'a [u32],
+}
+
+impl<'a> Generated<'a> {
+    fn new(sequences: usize, stop: &'a [u32]) -> Self {
+        Self {
+            sequences: vec![Vec::new(); sequences],
+            ended: vec![false; sequences],
+            stop,
+        }
+    }
+
+    /// Takes the next token of each sequence that has not ended; whether all have.
+    fn take(&mut self, next: &[u32]) -> bool {
+        for ((sequence, token), ended) in self.sequences.iter_mut().zip(next).zip(&mut self.ended) {
+            *ended |= self.stop.contains(token);
+            if !*ended {
+                sequence.push(*token);
+            }
+        }
+        self.ended.iter().all(|ended| *ended)
     }
 }
 

@@ -12,6 +12,7 @@
 pub(crate) mod check;
 pub mod cpu;
 pub mod cuda;
+pub mod decoding;
 mod tokens;
 
 use std::fmt::Debug;
@@ -19,6 +20,7 @@ use std::sync::Arc;
 
 use espalier_arch::{Architecture, Attention};
 
+use decoding::Decoding;
 pub use tokens::TokenBatch;
 pub(crate) use tokens::{CudaTokens, HostTokens};
 
@@ -419,6 +421,12 @@ pub trait Operations: Send + Sync + Debug {
         shape: &Attention,
         layout: Layout,
     ) -> Result<Tensor>;
+
+    /// Steps of one token of each of `sequences` sequences through a model of this shape, where the backend gains by
+    /// keeping what they queue; none where it does not, and then each runs as a prompt does.
+    fn decoding(&self, _sequences: usize, _architecture: &Architecture) -> Result<Option<Box<dyn Decoding>>> {
+        Ok(None)
+    }
 
     /// `silu(gate) · up`, elementwise.
     fn swiglu(&self, gate: &Tensor, up: &Tensor) -> Result<Tensor>;

@@ -331,14 +331,69 @@ fn memory_of_steps() {
         step(3).unwrap();
         assert_eq!(in_use(), after_one, "{family}, a step after that");
 
-        let mut session = Session::new(operations.clone(), Arc::new(student), 2, 64).unwrap();
+        let (student, without) = (Arc::new(student), in_use());
+        let mut session = Session::new(operations.clone(), Arc::clone(&student), 2, 64).unwrap();
         drop(session.prefill(&[7; 10]).unwrap());
+        // Tables of every position, and the memory of a step that is recorded, are kept from then on.
+        for _ in 0..3 {
+            drop(session.decode(&[7, 8]).unwrap());
+        }
         let before = in_use();
         for _ in 0..20 {
             drop(session.decode(&[7, 8]).unwrap());
+            session.go_on(&[7, 8], 1, |_| false).unwrap();
         }
         assert_eq!(in_use(), before, "{family}, decoding");
+        drop(session);
+        assert_eq!(in_use(), without, "{family}, a session that is over");
     }
+}
+
+#[test]
+fn what_is_recorded_runs_when_it_is_replayed_and_keeps_its_memory() {
+    passes("a_recording", &[]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own, started by the others"]
+fn a_recording() {
+    let operations = operations();
+    let device = operations.device();
+    let data = device.upload_f32(&[1.0; 64], 1, 64).unwrap();
+    let in_use = || device.usage().in_use;
+    let before = in_use();
+    let (graph, made) = device
+        .record(|| {
+            // A mark of what is not asked for yet is none; one that was taken would be looked at in vain.
+            assert!(operations.mark().unwrap().is_none());
+            drop(device.matrix(Element::F32, 1, 64)?);
+            let made = device.matrix(Element::F32, 1, 64)?;
+            device.cast(&made, &data)?;
+            Ok::<_, Error>(made)
+        })
+        .unwrap();
+    // A slab of the pool; what was freed within was taken again.
+    assert_eq!(in_use() - before, 1 << 20);
+    for _ in 0..3 {
+        device.replay(&graph).unwrap();
+    }
+    let refused = [
+        device.record(|| device.upload_f32(&[0.0], 1, 1)).err(),
+        device.record(|| device.download(&data)).err(),
+        device.record(|| device.wait()).err(),
+        device.record(|| device.replay(&graph)).err(),
+        device.record(|| device.record(|| Ok::<_, Error>(()))).err(),
+    ];
+    for error in refused {
+        assert!(matches!(error, Some(Error::Recording { .. })), "{error:?}");
+    }
+    // What failed to be recorded is over: the thread's work runs again.
+    assert!(operations.mark().unwrap().is_some());
+    device.wait().unwrap();
+    drop(graph);
+    assert!(in_use() > before, "the matrix that was made keeps the memory");
+    drop(made);
+    assert_eq!(in_use(), before);
 }
 
 #[test]

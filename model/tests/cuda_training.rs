@@ -240,35 +240,78 @@ fn a_step_on_a_gpu_gives_the_same_bits_twice_and_when_activations_are_computed_a
     }
 }
 
+/// Logits after a prompt, after six steps of a token a sequence, and after two tokens more and two steps: steps are run,
+/// recorded, replayed, and replayed after what was no step.
+fn decode(operations: &Arc<dyn Operations>, family: &str, sequences: usize) -> Vec<Vec<f32>> {
+    let text = tokens(sequences * 15, 7);
+    let part = |from: usize, to: usize| -> Vec<u32> {
+        let of = |sequence: &[u32]| sequence[from..to].to_vec();
+        text.chunks(15).flat_map(of).collect()
+    };
+    let model = Arc::new(model(operations.as_ref(), family, 1));
+    let mut session = Session::new(Arc::clone(operations), model, sequences, 24).unwrap();
+    let mut logits = vec![session.prefill(&part(0, 5)).unwrap()];
+    for at in 5..11 {
+        logits.push(session.decode(&part(at, at + 1)).unwrap());
+    }
+    logits.push(session.prefill(&part(11, 13)).unwrap());
+    for at in 13..15 {
+        logits.push(session.decode(&part(at, at + 1)).unwrap());
+    }
+    let download = |logits| operations.download(logits).unwrap();
+    logits.iter().map(download).collect()
+}
+
 #[test]
 fn decoding_on_a_gpu_gives_the_logits_of_the_cpu() {
     let Some(gpu) = gpu() else { return };
     let cpu: Arc<dyn Operations> = Arc::new(CpuOperations::new());
-    let text = tokens(2 * 9, 7);
-    let (prompt, rest): (Vec<u32>, Vec<u32>) = (
-        text.chunks(9)
-            .flat_map(|sequence| sequence[..5].to_vec())
-            .collect(),
-        text.chunks(9)
-            .flat_map(|sequence| sequence[5..].to_vec())
-            .collect(),
-    );
-    let run = |operations: &Arc<dyn Operations>| -> Vec<Vec<f32>> {
-        let model = Arc::new(model(operations.as_ref(), "qwen3", 1));
-        let mut session = Session::new(Arc::clone(operations), model, 2, 16).unwrap();
-        let mut logits = vec![session.prefill(&prompt).unwrap()];
-        for step in 0..2 {
-            logits.push(session.decode(&[rest[step], rest[4 + step]]).unwrap());
+    // Biases and norms of heads; few sequences, which take norms into their products, and more.
+    for family in ["llama", "qwen2", "qwen3"] {
+        for sequences in [1, 2, 6] {
+            let (found, expected) = (decode(&gpu, family, sequences), decode(&cpu, family, sequences));
+            for (step, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                let error = relative(found, expected);
+                assert!(
+                    error < 2e-2,
+                    "{family}, {sequences} sequences, step {step}: {error}"
+                );
+            }
         }
-        logits.push(session.prefill(&[rest[2], rest[3], rest[6], rest[7]]).unwrap());
-        logits
-            .iter()
-            .map(|logits| operations.download(logits).unwrap())
-            .collect()
-    };
-    for (found, expected) in run(&gpu).iter().zip(&run(&cpu)) {
-        let error = relative(found, expected);
-        assert!(error < 2e-2, "{error}");
+    }
+}
+
+#[test]
+fn greedy_steps_that_a_gpu_takes_by_itself_are_those_that_the_host_asks_for() {
+    let Some(gpu) = gpu() else { return };
+    for sequences in [1, 5] {
+        let model = Arc::new(model(gpu.as_ref(), "llama", 1));
+        let prompt = tokens(sequences * 4, 3);
+        let new = || Session::new(Arc::clone(&gpu), Arc::clone(&model), sequences, 32).unwrap();
+        let mut session = new();
+        let mut asked = vec![Vec::new(); sequences];
+        let mut logits = session.prefill(&prompt).unwrap();
+        for _ in 0..20 {
+            let next = session.likeliest(&logits).unwrap();
+            for (sequence, token) in asked.iter_mut().zip(&next) {
+                sequence.push(*token);
+            }
+            logits = session.decode(&next).unwrap();
+        }
+        let mut session = new();
+        assert_eq!(session.generate_greedy(&prompt, 20, &[]).unwrap(), asked);
+        // Once more in the same session, which was recorded; a token that ends a sequence is not part of it.
+        session.clear();
+        let stop = asked[0][9];
+        let cut = |sequence: &Vec<u32>| {
+            sequence
+                .iter()
+                .copied()
+                .take_while(|token| *token != stop)
+                .collect()
+        };
+        let expected: Vec<Vec<u32>> = asked.iter().map(cut).collect();
+        assert_eq!(session.generate_greedy(&prompt, 20, &[stop]).unwrap(), expected);
     }
 }
 

@@ -9,6 +9,7 @@ use crate::harness::Harness;
 pub(crate) fn check(harness: &mut Harness) -> Result<()> {
     memory(harness)?;
     operands(harness)?;
+    recordings(harness)?;
     damaged_cache(harness)?;
     deadline(harness)
 }
@@ -49,6 +50,48 @@ fn memory(harness: &mut Harness) -> Result<()> {
         device.usage().held == 0,
         "does not give everything back",
     );
+    Ok(())
+}
+
+/// Work that is recorded: its memory is its own, it runs when it is replayed, and what cannot be replayed is refused.
+fn recordings(harness: &mut Harness) -> Result<()> {
+    let device = &harness.device;
+    let (sum, one) = (
+        device.upload_bf16(&[0.0; 64], 1, 64)?,
+        device.upload_bf16(&[1.0; 64], 1, 64)?,
+    );
+    let before = device.usage().in_use;
+    let (graph, copy) = device.record(|| {
+        // Zeros and a copy in memory that the recording takes anew; the first's is the second's again.
+        drop(device.zeros(Element::Bf16, 1, 64)?);
+        device.add_assign(&sum, &one)?;
+        let copy = device.matrix(Element::Bf16, 1, 64)?;
+        device.cast(&copy, &sum)?;
+        Ok::<_, Error>(copy)
+    })?;
+    let unused = device.download(&sum)?;
+    // What others allocate and write between replays is none of the recording's.
+    let mut held = Vec::new();
+    for _ in 0..3 {
+        device.replay(&graph)?;
+        held.push(device.upload_bf16(&[7.0; 64], 1, 64)?);
+    }
+    let (added, copied) = (device.download(&sum)?, device.download(&copy)?);
+    let good = unused == [0.0; 64] && added == [3.0; 64] && copied == added;
+    let refused = device.record(|| device.download(&sum));
+    let refused = matches!(refused, Err(Error::Recording { .. }));
+    device.replay(&graph)?;
+    let after = device.download(&sum)?;
+    drop((graph, copy, held));
+    let freed = device.usage().in_use == before;
+    harness.record("recording", "replays", good, "did not give the sum and its copy");
+    harness.record(
+        "recording",
+        "of a download",
+        refused && after == [4.0; 64],
+        "was not refused, or ended the device",
+    );
+    harness.record("recording", "memory", freed, "is not given back");
     Ok(())
 }
 

@@ -152,7 +152,17 @@ fn argmax(harness: &mut Harness, rows: usize, vocabulary: usize, element: Elemen
     // bf16 has few values: the largest occurs more than once.
     let logits = harness.operand(element, (rows, vocabulary), vocabulary + 5, 1.0)?;
     let result = harness.device.matrix(Element::I32, 1, rows)?;
-    harness.device.argmax(&logits.device, &result)?;
+    let lengths = harness
+        .device
+        .upload_i32(&(0..i32::try_from(rows).unwrap_or(0)).collect::<Vec<_>>())?;
+    harness.device.argmax(&logits.device, &result, Some(&lengths))?;
+    let counted = harness.device.download_i32(&lengths)?;
+    harness.record(
+        "argmax",
+        &shape,
+        counted.iter().zip(1..).all(|(&length, next)| length == next),
+        "did not count each sequence's token",
+    );
     let found = harness.device.download_i32(&result)?;
     let first_largest = |row: &[f64]| {
         let largest = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -169,7 +179,7 @@ fn argmax(harness: &mut Harness, rows: usize, vocabulary: usize, element: Elemen
         .device
         .upload_f32(&[f32::NAN, -3.0, f32::NEG_INFINITY, -1.0, f32::NAN], 1, 5)?;
     let result = harness.device.matrix(Element::I32, 1, 1)?;
-    harness.device.argmax(&one, &result)?;
+    harness.device.argmax(&one, &result, None)?;
     let found = harness.device.download_i32(&result)?;
     harness.record(
         "argmax",

@@ -1,11 +1,12 @@
-//! Matrix products: three forms, accumulation, residual, bias, few rows.
+//! Matrix products: three forms, accumulation, residual, bias, few rows with what they take in.
 
-use espalier_model::ops::cuda::{Element, Onto, Result};
+use espalier_model::ops::cuda::{Element, FewRows, Onto, Result};
 use rayon::prelude::*;
 
 use crate::harness::{Harness, Operand};
 
 const BF16: f64 = 4e-3;
+const F32: f64 = 3e-5;
 
 pub(crate) fn check(harness: &mut Harness, small: bool) -> Result<()> {
     // (rows, in, out, padding of x, of the weight, of the output)
@@ -61,7 +62,7 @@ fn plus(mut a: Vec<f64>, b: &[f64], period: usize) -> Vec<f64> {
 type Case = (usize, usize, usize, usize, usize, usize);
 
 fn bound(output: Element) -> f64 {
-    if output == Element::Bf16 { BF16 } else { 3e-5 }
+    if output == Element::Bf16 { BF16 } else { F32 }
 }
 
 fn forward(harness: &mut Harness, case: Case, element: Element) -> Result<()> {
@@ -197,15 +198,82 @@ fn few_rows(harness: &mut Harness, (rows, inner, out): (usize, usize, usize)) ->
         )
     };
     let output = harness.poison(Element::Bf16, rows, out, out + 1)?;
+    let what = FewRows::default();
     harness
         .device
-        .few_rows(&x.device, &weight.device, None, &output.view)?;
+        .few_rows(&x.device, &weight.device, what, &output.view)?;
     harness.compare("few_rows", &shape, &output, BF16, plain)?;
-    let output = harness.copy(&residual)?;
+    let output = harness.poison(Element::F32, rows, out, out + 1)?;
     harness
         .device
-        .few_rows(&x.device, &weight.device, Some(&output.view), &output.view)?;
+        .few_rows(&x.device, &weight.device, what, &output.view)?;
+    harness.compare("few_rows to f32", &shape, &output, F32, plain)?;
+    let output = harness.copy(&residual)?;
+    let onto = FewRows {
+        residual: Some(&output.view),
+        ..what
+    };
+    harness
+        .device
+        .few_rows(&x.device, &weight.device, onto, &output.view)?;
     harness.compare("few_rows residual", &shape, &output, BF16, || {
         plus(plain(), &residual.host, rows * out)
+    })?;
+    few_normed_rows(harness, &shape, (rows, inner, out), &x, &weight)
+}
+
+/// With the norm before and the activation after.
+fn few_normed_rows(
+    harness: &mut Harness,
+    shape: &str,
+    (rows, inner, out): (usize, usize, usize),
+    x: &Operand,
+    weight: &Operand,
+) -> Result<()> {
+    const EPSILON: f32 = 1e-5;
+    let norm = harness.row(inner, 1.0)?;
+    let gate = harness.bf16(out, inner, inner + 16, 1.0)?;
+    let normed: Vec<f64> = x
+        .host
+        .chunks(inner)
+        .flat_map(|row| {
+            let mean = row.iter().map(|x| x * x).sum::<f64>() / inner as f64;
+            let factor = (mean + f64::from(EPSILON)).sqrt().recip();
+            row.iter()
+                .zip(&norm.host)
+                .map(move |(x, scale)| x * factor * scale)
+        })
+        .collect();
+    let of = |layer: &Operand| {
+        product(
+            (&normed, (inner, 1)),
+            (&layer.host, (1, inner)),
+            (rows, inner, out),
+        )
+    };
+    let plain = FewRows {
+        norm: Some((&norm.device, EPSILON)),
+        early: true,
+        ..FewRows::default()
+    };
+    let gated = FewRows {
+        gate: Some(&gate.device),
+        ..plain
+    };
+    for (element, bound) in [(Element::Bf16, BF16), (Element::F32, F32)] {
+        let output = harness.poison(element, rows, out, out)?;
+        harness
+            .device
+            .few_rows(&x.device, &weight.device, plain, &output.view)?;
+        let kind = format!("few_rows normed to {element:?}");
+        harness.compare(&kind, shape, &output, bound, || of(weight))?;
+    }
+    let output = harness.poison(Element::Bf16, rows, out, out + 2)?;
+    harness
+        .device
+        .few_rows(&x.device, &weight.device, gated, &output.view)?;
+    harness.compare("few_rows gated", shape, &output, BF16, || {
+        let opened = |(up, gate): (f64, f64)| up * gate / (1.0 + (-gate).exp());
+        of(weight).into_iter().zip(of(&gate)).map(opened).collect()
     })
 }

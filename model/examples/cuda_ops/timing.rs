@@ -165,7 +165,7 @@ fn decode_attention(device: &CudaDevice, sequences: usize, keys: usize) -> Resul
                 capacity: keys,
                 lengths: &lengths,
             };
-            device.decode_attention(&q, &k, &v, cache, None, &output, head_dim, 0)
+            device.decode_attention(&q, &k, &v, cache, None, &output, head_dim, 0, true)
         })
     })? / copies as f64;
     let bytes = (sequences * keys * kv_width * 4) as f64;

@@ -4,6 +4,7 @@
 use espalier_arch::Attention;
 
 use super::{Context, SavedRow};
+use crate::ops::decoding::Decoding;
 use crate::ops::{KvCache, Linear, LinearGradient};
 use crate::{AttentionWeights, Error, Result, Tensor};
 
@@ -85,11 +86,7 @@ fn project(
     let operations = context.operations;
     let (normed, reciprocal) = operations.rms_norm(hidden, &weights.norm, context.epsilon)?;
     let projected = operations.linear_many(&normed, &weights.projections())?;
-    let [query, key, value] = <[Tensor; 3]>::try_from(projected).map_err(|found| Error::Shape {
-        operation: "linear_many",
-        expected: "an output for each of 3 layers".to_owned(),
-        found: found.len().to_string(),
-    })?;
+    let [query, key, value] = three(projected)?;
     let norm_heads = |projected: Tensor, weight: Option<&Tensor>| -> Result<Projected> {
         match weight {
             None => Ok(Projected {
@@ -144,6 +141,37 @@ pub(crate) fn forward_cached(
         context.layout,
     )?;
     operations.linear_residual(&attended, weights.output_layer(), hidden)
+}
+
+/// As [`forward_cached`] for one token of each sequence, where `decoding` knows which and at what position.
+pub(crate) fn forward_step(
+    context: Context<'_>,
+    decoding: &dyn Decoding,
+    shape: &Attention,
+    weights: &AttentionWeights,
+    hidden: &Tensor,
+    cache: &KvCache,
+) -> Result<Tensor> {
+    let (operations, epsilon) = (context.operations, context.epsilon);
+    let projected = decoding.project(hidden, &weights.norm, epsilon, &weights.projections())?;
+    let [mut query, mut key, value] = three(projected)?;
+    for (projected, norm) in [(&mut query, &weights.query_norm), (&mut key, &weights.key_norm)] {
+        if let Some(norm) = norm {
+            (*projected, _) = operations.rms_norm(projected, norm, epsilon)?;
+        }
+    }
+    let rope = context.rope.filter(|_| shape.rope.is_some());
+    let attended = decoding.attention([&query, &key, &value], cache, shape, rope)?;
+    operations.linear_residual(&attended, weights.output_layer(), hidden)
+}
+
+/// The outputs of query, key and value projection.
+fn three(projected: Vec<Tensor>) -> Result<[Tensor; 3]> {
+    <[Tensor; 3]>::try_from(projected).map_err(|found| Error::Shape {
+        operation: "linear_many",
+        expected: "an output for each of 3 layers".to_owned(),
+        found: found.len().to_string(),
+    })
 }
 
 /// The block's output and what its backward needs.

@@ -3,6 +3,7 @@
 use espalier_arch::Mlp;
 
 use super::{Context, SavedRow};
+use crate::ops::decoding::Decoding;
 use crate::ops::{Linear, LinearGradient};
 use crate::{Error, MlpWeights, Result, Tensor};
 
@@ -44,6 +45,13 @@ impl MlpWeights {
         });
         std::iter::once(up).chain(gate).collect()
     }
+
+    fn down_layer(&self) -> Linear<'_> {
+        Linear {
+            weight: &self.down,
+            bias: self.down_bias.as_ref(),
+        }
+    }
 }
 
 /// The block's output and what its backward needs.
@@ -62,20 +70,12 @@ pub fn forward(
         .linear_many(&normed, &weights.input_layers())?
         .into_iter();
     let (up, gate) = (outputs.next(), outputs.next());
-    let up = up.ok_or_else(|| Error::Shape {
-        operation: "linear_many",
-        expected: "an output for each layer".to_owned(),
-        found: "none".to_owned(),
-    })?;
+    let up = up.ok_or_else(no_output)?;
     let activated = match &gate {
         Some(gate) => operations.swiglu(gate, &up)?,
         None => operations.relu_squared(&up)?,
     };
-    let down = Linear {
-        weight: &weights.down,
-        bias: weights.down_bias.as_ref(),
-    };
-    let output = operations.linear_residual(&activated, down, hidden)?;
+    let output = operations.linear_residual(&activated, weights.down_layer(), hidden)?;
     Ok((
         output,
         Saved {
@@ -86,6 +86,32 @@ pub fn forward(
             activated,
         },
     ))
+}
+
+/// As [`forward`] for one token of each sequence.
+pub(crate) fn forward_step(
+    context: Context<'_>,
+    decoding: &dyn Decoding,
+    weights: &MlpWeights,
+    hidden: &Tensor,
+) -> Result<Tensor> {
+    let (operations, epsilon) = (context.operations, context.epsilon);
+    let activated = match <[Linear<'_>; 2]>::try_from(weights.input_layers()) {
+        Ok(up_and_gate) => decoding.gated(hidden, &weights.norm, epsilon, up_and_gate)?,
+        Err(up) => {
+            let up = decoding.project(hidden, &weights.norm, epsilon, &up)?;
+            operations.relu_squared(up.first().ok_or_else(no_output)?)?
+        }
+    };
+    operations.linear_residual(&activated, weights.down_layer(), hidden)
+}
+
+fn no_output() -> Error {
+    Error::Shape {
+        operation: "linear_many",
+        expected: "an output for each layer".to_owned(),
+        found: "none".to_owned(),
+    }
 }
 
 /// The gradient of the block's input from that of its output; weights' gradients are added to.

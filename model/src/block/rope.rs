@@ -78,6 +78,18 @@ impl RopeTables {
     }
 }
 
+/// Whether the angles of some block depend on how many tokens there are, up to `positions`, and not on the position
+/// alone.
+pub(crate) fn any_depends_on_length<'a>(
+    mut shapes: impl Iterator<Item = &'a BlockShape>,
+    positions: usize,
+) -> bool {
+    shapes.any(|shape| match shape {
+        BlockShape::Attention(Attention { rope: Some(rope), .. }) => depends_on_length(rope, positions),
+        _ => false,
+    })
+}
+
 fn depends_on_length(rope: &Rope, positions: usize) -> bool {
     matches!(rope.scaling, RopeScaling::Dynamic { original_max_positions, .. } if positions > original_max_positions)
 }

@@ -8,6 +8,9 @@
 
 enum { SUCCESS = 0, NOT_READY = 600, QUEUE = 1024 };
 static long launched;
+/* The stream whose kernels are captured, and how many they are. Its own: another's kernels run. */
+static void *capturing;
+static long captured;
 
 /* Kernels that have ended or will. */
 static long ending(void) {
@@ -53,12 +56,31 @@ int cuMemsetD8Async(unsigned long long address, unsigned char value, size_t byte
     memset((void *)address, value, bytes);
     return SUCCESS;
 }
-int cuStreamCreate(void **stream, unsigned flags) { *stream = (void *)16; return SUCCESS; }
+int cuStreamCreate(void **stream, unsigned flags) { *stream = malloc(1); return SUCCESS; }
 int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) { return cuStreamCreate(stream, flags); }
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return SUCCESS; }
 int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { return SUCCESS; }
-int cuStreamDestroy_v2(void *stream) { return SUCCESS; }
-int cuStreamIsCapturing(void *stream, int *status) { *status = 0; return SUCCESS; }
+int cuStreamDestroy_v2(void *stream) { free(stream); return SUCCESS; }
+int cuStreamIsCapturing(void *stream, int *status) { *status = stream == capturing; return SUCCESS; }
+int cuStreamBeginCapture_v2(void *stream, int mode) {
+    capturing = stream;
+    captured = 0;
+    return SUCCESS;
+}
+int cuStreamEndCapture(void *stream, long **graph) {
+    capturing = NULL;
+    *graph = malloc(sizeof **graph);
+    **graph = captured;
+    return SUCCESS;
+}
+int cuGraphInstantiateWithFlags(long **executable, long *graph, unsigned long long flags) {
+    *executable = malloc(sizeof **executable);
+    **executable = *graph;
+    return SUCCESS;
+}
+int cuGraphLaunch(long *executable, void *stream) { launched += *executable; return SUCCESS; }
+int cuGraphDestroy(long *graph) { free(graph); return SUCCESS; }
+int cuGraphExecDestroy(long *executable) { free(executable); return SUCCESS; }
 int cuEventCreate(long **event, unsigned flags) { *event = calloc(1, sizeof **event); return SUCCESS; }
 int cuEventRecord(long *event, void *stream) { *event = launched; return SUCCESS; }
 int cuEventQuery(long *event) { return *event <= ending() ? SUCCESS : NOT_READY; }
@@ -73,6 +95,10 @@ int cuModuleUnload(void *module) { return SUCCESS; }
 int cuFuncSetAttribute(void *function, int attribute, int value) { return SUCCESS; }
 int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
                    unsigned shared, void *stream, void **parameters, void **extra) {
+    if (stream == capturing) {
+        ++captured;
+        return SUCCESS;
+    }
     if (++launched - ending() > QUEUE) _exit(77);
     return SUCCESS;
 }

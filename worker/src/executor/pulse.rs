@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use espalier_arch::{Architecture, Attention};
 use espalier_model::collective::Gang;
 use espalier_model::collective::mesh::Mesh;
+use espalier_model::ops::decoding::Decoding;
 use espalier_model::ops::{
     Accelerator, AdamWParameter, AdamWStep, Axis, Completion, Head, HeadGradient, KvCache, Layout, Linear,
     LinearGradient, Losses, Operations, Pending, RopeTable, TokenBatch,
@@ -193,6 +194,7 @@ beating! {
     attention_cached(
         q: &Tensor, k: &Tensor, v: &Tensor, cache: &mut KvCache, shape: &Attention, layout: Layout
     ) -> Tensor;
+    decoding(sequences: usize, architecture: &Architecture) -> Option<Box<dyn Decoding>>;
     swiglu(gate: &Tensor, up: &Tensor) -> Tensor;
     swiglu_backward(grad_output: &Tensor, gate: &Tensor, up: &Tensor) -> (Tensor, Tensor);
     relu_squared(x: &Tensor) -> Tensor;

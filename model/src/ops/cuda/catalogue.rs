@@ -4,9 +4,10 @@
 use rayon::prelude::*;
 
 use super::attention::{Choice, hopper_choice, plain_choice};
-use super::decode::decode_kernel;
+use super::decode::{decode_kernel, few_rows_kernel};
 use super::device::CudaDevice;
 use super::error::{Result, Version};
+use super::matmul::MATVEC_ROWS;
 use super::matrix::Element;
 use super::norm::norm_kernel;
 use super::optimiser::adamw_kernel;
@@ -50,14 +51,19 @@ impl KernelNeeds {
                 let macros = [("LOGIT", logit.kernel_name().into()), ("VECTOR", vector.into())];
                 Specialisation::new("loss.cu", macros)
             }));
-            let rows = if self.decode_groups.is_empty() {
-                0..0
-            } else {
-                1..5_u32
-            };
-            kernels.extend(rows.map(|rows| {
-                Specialisation::new("matvec.cu", [("ROWS", rows.into()), ("VECTOR", vector.into())])
-            }));
+            if !self.decode_groups.is_empty() {
+                let rows = 1..=MATVEC_ROWS;
+                let kinds = [
+                    (0, Element::Bf16),
+                    (0, Element::F32),
+                    (1, Element::Bf16),
+                    (1, Element::F32),
+                    (2, Element::Bf16),
+                ];
+                kernels.extend(rows.flat_map(|rows| {
+                    kinds.map(|(kind, output)| few_rows_kernel(rows, vector, kind, output))
+                }));
+            }
         }
         for element in [Element::Bf16, Element::F32] {
             let name = element.kernel_name().into();

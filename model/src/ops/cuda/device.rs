@@ -9,6 +9,7 @@ use super::attention::Variants;
 use super::beside::Beside;
 use super::driver::{self, Context};
 use super::error::{Error, Result, Version};
+use super::graph::Recorder;
 use super::kernel::Kernels;
 use super::matmul::Matmuls;
 use super::matrix::{Element, Matrix, bytes_of};
@@ -176,7 +177,7 @@ pub struct CudaDevice {
     pub(super) kernels: Kernels,
     staging: Staging,
     pool: Arc<Pool>,
-    compute: Arc<Stream>,
+    recorder: Arc<Recorder>,
     context: Arc<Context>,
     pub(super) info: DeviceInfo,
     pub(super) options: Options,
@@ -205,14 +206,15 @@ impl CudaDevice {
         let limit = options
             .memory_limit
             .unwrap_or_else(|| info.free.saturating_sub(RESERVE).max(LEAST_FREE / 2));
-        let pool = Pool::new(&context, &compute, limit, options.deadline, options.poison);
+        let recorder = Arc::new(Recorder::new(&context, &compute));
+        let pool = Pool::new(&context, &recorder, limit, options.deadline, options.poison);
         Ok(Self {
             matmuls: Matmuls::new(&context, options.tune)?,
             variants: Variants::default(),
             kernels: Kernels::new(&context, info.capability, options.cache.clone()),
             staging: Staging::new(&context, &compute, options.deadline),
             pool: Arc::new(pool),
-            compute,
+            recorder,
             context,
             info,
             options,
@@ -224,16 +226,24 @@ impl CudaDevice {
         &self.info
     }
 
-    /// The stream that operations are queued on.
+    /// The stream that this thread's operations are queued on: the compute stream, unless it records.
     pub fn compute(&self) -> &Stream {
-        &self.compute
+        self.recorder.stream()
+    }
+
+    pub(super) fn recorder(&self) -> &Recorder {
+        &self.recorder
+    }
+
+    pub(super) fn pool(&self) -> &Arc<Pool> {
+        &self.pool
     }
 
     /// A share of the device for work beside the compute stream.
     pub(crate) fn beside(&self) -> Beside {
         Beside {
             pool: self.pool.clone(),
-            compute: self.compute.clone(),
+            compute: self.recorder.compute().clone(),
             context: self.context.clone(),
             index: self.info.index,
             deadline: self.options.deadline,
@@ -284,7 +294,10 @@ impl CudaDevice {
     /// # Errors
     /// When it fails or takes longer than the deadline; the device is then given up.
     pub fn wait(&self) -> Result<()> {
-        self.compute.wait(self.options.deadline, "the work queued so far")
+        self.recorder.expect_none("a wait")?;
+        self.recorder
+            .compute()
+            .wait(self.options.deadline, "the work queued so far")
     }
 
     /// A contiguous matrix that nobody has written yet.
@@ -330,7 +343,9 @@ impl CudaDevice {
         let bytes = bytes_of(matrix.element(), 1, matrix.len()).and_then(|bytes| usize::try_from(bytes).ok());
         match bytes.unwrap_or_default() {
             0 => Ok(()),
-            bytes => self.context.fill(matrix.address(), 0, bytes, self.compute.raw()),
+            bytes => self
+                .context
+                .fill(matrix.address(), 0, bytes, self.compute().raw()),
         }
     }
 
@@ -373,6 +388,7 @@ impl CudaDevice {
                 found: format!("{} elements", data.len()),
             });
         }
+        self.recorder.expect_none("a copy to the device")?;
         let matrix = self.matrix(element, rows, columns)?;
         self.staging.upload(data, matrix.address())?;
         Ok(matrix)
@@ -390,6 +406,7 @@ impl CudaDevice {
                 found: format!("{} elements of {} bytes", data.len(), size_of::<T>()),
             });
         }
+        self.recorder.expect_none("a copy to the device")?;
         self.staging.upload(data, target.address())
     }
 
@@ -398,6 +415,7 @@ impl CudaDevice {
     /// # Errors
     /// When that work fails or does not end in time.
     pub fn download(&self, matrix: &Matrix) -> Result<Vec<f32>> {
+        self.recorder.expect_none("a copy from the device")?;
         // Another device's work is not queued here: nothing would say that it has been done.
         self.expect_float("download", "the matrix", matrix)?;
         let gapless = if matrix.is_contiguous() {
@@ -420,8 +438,16 @@ impl CudaDevice {
     }
 
     /// Begins to bring a row of at most 8 f64 to the host; does not wait.
-    pub(super) fn land(&self, row: &Matrix) -> Result<Landing> {
+    pub(super) fn land(&self, row: &Matrix) -> Result<Landing<f64>> {
+        self.recorder.expect_none("a copy from the device")?;
         self.expect_row("land", "the row", row, Element::F64, row.len())?;
+        self.staging.land(row.address(), row.len())
+    }
+
+    /// Begins to bring a row of at most 16,384 i32 to the host; does not wait.
+    pub(super) fn land_i32(&self, row: &Matrix) -> Result<Landing<i32>> {
+        self.recorder.expect_none("a copy from the device")?;
+        self.expect_row("land", "the row", row, Element::I32, row.len())?;
         self.staging.land(row.address(), row.len())
     }
 
@@ -430,6 +456,7 @@ impl CudaDevice {
     /// # Errors
     /// As [`CudaDevice::download`].
     pub fn download_i32(&self, row: &Matrix) -> Result<Vec<i32>> {
+        self.recorder.expect_none("a copy from the device")?;
         self.expect_row("download", "the row", row, Element::I32, row.len())?;
         self.staging.download(row.address(), row.len())
     }

@@ -1,7 +1,7 @@
 //! The driver's functions behind safe ones: versions, devices, the context, raw memory, streams, events.
 //!
-//! Only this file, `library.rs`, `cache.rs`, `transfer.rs`, `launch.rs`, `nvrtc.rs`, `cublas.rs` and `nccl.rs` hold
-//! `unsafe`. Nothing here waits for the device; what waits is in `stream.rs`, and has a deadline.
+//! Only this file, `library.rs`, `cache.rs`, `transfer.rs`, `launch.rs`, `graph.rs`, `nvrtc.rs`, `cublas.rs` and
+//! `nccl.rs` hold `unsafe`. Nothing here waits for the device; what waits is in `stream.rs`, and has a deadline.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -155,6 +155,11 @@ impl Context {
 
     pub(super) fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Acquire)
+    }
+
+    /// Which instructions the device has.
+    pub(super) fn capability(&self) -> Result<Version> {
+        self.device.capability()
     }
 
     /// Bytes free and in all.

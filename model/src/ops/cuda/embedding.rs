@@ -74,6 +74,11 @@ impl DeviceTokens {
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty()
     }
+
+    /// A row of i32, a token each, as [`CudaDevice::embedding`] reads them.
+    pub(super) fn ids(&self) -> &Matrix {
+        &self.ids
+    }
 }
 
 impl CudaDevice {
@@ -133,6 +138,11 @@ impl CudaDevice {
         self.overwrite(&tokens.starts, &sorted.starts)?;
         self.overwrite(&tokens.rows, &sorted.rows)?;
         self.overwrite(&tokens.count, &[sorted.count])
+    }
+
+    /// As [`CudaDevice::replace_tokens`], for the lookup alone: the gradient's rows stay those of the batch before.
+    pub(super) fn replace_ids(&self, tokens: &DeviceTokens, with: &[u32]) -> Result<()> {
+        self.overwrite(&tokens.ids, &checked_ids(with, tokens.bound)?)
     }
 
     /// `output[row] = table[tokens[row]]`: table bf16 `(vocabulary, hidden)`, output bf16 `(tokens, hidden)`.

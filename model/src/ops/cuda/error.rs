@@ -124,6 +124,12 @@ pub enum Error {
         /// Bytes that the device still has.
         free: u64,
     },
+    /// Something that a replay could not do again.
+    #[error("{operation} was asked for while work was being recorded: do it before or after")]
+    Recording {
+        /// What was asked for.
+        operation: &'static str,
+    },
     /// Operands that do not fit an operation.
     #[error("{operation}: expected {expected}, found {found}")]
     Operand {

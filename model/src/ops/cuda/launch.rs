@@ -24,6 +24,18 @@ pub(super) struct Module {
     context: Arc<Context>,
     handle: sys::CUmodule,
     entries: Vec<Entry>,
+    /// Whether the device can start a kernel before the one before it has ended.
+    starts_early: bool,
+}
+
+/// When a kernel may start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Start {
+    /// When everything queued before it has ended.
+    InOrder,
+    /// When the kernel before it lets it, if that and the device can: for a kernel that itself waits (`common.cuh`)
+    /// before it reads what the two kernels before it write, or writes anything.
+    Early,
 }
 
 // SAFETY: modules and functions are handles that any thread may use.
@@ -129,6 +141,7 @@ impl Module {
             context: context.clone(),
             handle: ptr::null_mut(),
             entries: Vec::new(),
+            starts_early: context.capability()?.major >= 9,
         };
         // SAFETY: the image is a whole CUBIN, from the compiler or a cache that checks sums; the driver reads
         // its length from its header.
@@ -159,6 +172,21 @@ impl Module {
     /// refuses.
     pub(super) fn launch(
         &self,
+        name: &'static str,
+        grid: Grid,
+        stream: &Stream,
+        arguments: Arguments,
+    ) -> Result<()> {
+        self.launch_at(Start::InOrder, name, grid, stream, arguments)
+    }
+
+    /// As [`Module::launch`], perhaps before what is queued earlier has ended.
+    ///
+    /// # Errors
+    /// As [`Module::launch`].
+    pub(super) fn launch_at(
+        &self,
+        start: Start,
         name: &'static str,
         grid: Grid,
         stream: &Stream,
@@ -197,6 +225,9 @@ impl Module {
         for (pointer, value) in pointers.iter_mut().zip(&mut arguments.values) {
             *pointer = (&raw mut *value).cast();
         }
+        if self.starts_early && start == Start::Early {
+            return early(name, entry, blocks, grid, stream, &mut pointers);
+        }
         // SAFETY: as many arguments of the kinds that the kernel declares, each in 8 bytes of which it reads the
         // first 4 or 8 (little-endian); what they point to was checked by the typed function that calls this,
         // and is kept by the pool's order until the kernel has run.
@@ -216,6 +247,45 @@ impl Module {
             )
         })
     }
+}
+
+/// Launches `entry` so that it may begin before what is queued earlier has ended.
+fn early(
+    name: &'static str,
+    entry: &Entry,
+    blocks: [u32; 3],
+    grid: Grid,
+    stream: &Stream,
+    pointers: &mut [*mut c_void; PARAMETERS],
+) -> Result<()> {
+    let mut attribute = sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue {
+            programmaticStreamSerializationAllowed: 1,
+        },
+    };
+    let config = sys::CUlaunchConfig {
+        gridDimX: blocks[0],
+        gridDimY: blocks[1],
+        gridDimZ: blocks[2],
+        blockDimX: grid.threads,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: grid.shared,
+        hStream: stream.raw().handle(),
+        attrs: &raw mut attribute,
+        numAttrs: 1,
+    };
+    // SAFETY: the configuration and its attribute outlive the call; the arguments are as `launch_at` says.
+    check(name, unsafe {
+        sys::cuLaunchKernelEx(
+            &raw const config,
+            entry.function,
+            pointers.as_mut_ptr(),
+            ptr::null_mut(),
+        )
+    })
 }
 
 impl Entry {

@@ -3,12 +3,15 @@
 
 use super::device::CudaDevice;
 use super::error::Result;
-use super::launch::{Arguments, Grid};
+use super::launch::{Arguments, Grid, Start};
 use super::matrix::{Element, Matrix};
 use super::source::Specialisation;
 use super::vector_width;
 
 const THREADS: u32 = 512;
+
+/// Columns that one block of `argmax_parts` reads.
+const ARGMAX_PART: usize = 4096;
 
 /// Where the gradient to the logits goes.
 #[derive(Debug, Clone, Copy)]
@@ -86,21 +89,44 @@ impl CudaDevice {
     }
 
     /// The column of each row's largest logit, the first of equal ones: logits bf16 or f32, result i32, a row
-    /// each.
+    /// each. With `lengths`, i32 a row each, those become one more.
     ///
     /// # Errors
-    /// When an operand does not fit, or the driver refuses.
-    pub fn argmax(&self, logits: &Matrix, result: &Matrix) -> Result<()> {
+    /// When an operand does not fit, there is no memory for the parts of rows, or the driver refuses.
+    pub fn argmax(&self, logits: &Matrix, result: &Matrix, lengths: Option<&Matrix>) -> Result<()> {
         const NAME: &str = "argmax";
         self.expect_float(NAME, "logits", logits)?;
-        self.expect_row(NAME, "result", result, Element::I32, logits.rows())?;
+        for (what, row) in [("result", Some(result)), ("lengths", lengths)] {
+            if let Some(row) = row {
+                self.expect_row(NAME, what, row, Element::I32, logits.rows())?;
+            }
+        }
+        let parts = logits.columns().div_ceil(ARGMAX_PART);
+        let (values, columns) = (
+            self.matrix(Element::F32, logits.rows(), parts)?,
+            self.matrix(Element::I32, logits.rows(), parts)?,
+        );
         let macros = [("LOGIT", logits.element().kernel_name().into())];
+        let module = self.kernels.get(Specialisation::new("argmax.cu", macros))?;
+        let grid = Grid {
+            blocks: [parts, logits.rows(), 1],
+            threads: 256,
+            shared: 0,
+        };
         let arguments = Arguments::new()
             .matrix(logits)
-            .start(result)
+            .start(&values)
+            .start(&columns)
             .int(logits.columns());
-        let module = self.kernels.get(Specialisation::new("argmax.cu", macros))?;
-        module.launch(NAME, Grid::line(logits.rows(), 256), self.compute(), arguments)
+        module.launch_at(Start::Early, "argmax_parts", grid, self.compute(), arguments)?;
+        let arguments = Arguments::new()
+            .start(&values)
+            .start(&columns)
+            .int(parts)
+            .start(result)
+            .start_of_any(lengths);
+        let grid = Grid::line(logits.rows(), 32);
+        module.launch_at(Start::Early, NAME, grid, self.compute(), arguments)
     }
 
     fn expect_logits(

@@ -8,7 +8,7 @@ use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::cublas::{Addresses, Choice, Handle, Layout, Plan, Product};
-use super::decode::FEW_ROWS;
+use super::decode::{FEW_ROWS, FewRows};
 use super::device::CudaDevice;
 use super::driver::Context;
 use super::error::{Error, Result};
@@ -23,7 +23,7 @@ const CANDIDATES: usize = 8;
 const WARM_UP: usize = 2;
 const TIMED: usize = 5;
 /// Rows up to which reading the weight, not arithmetic, sets the time.
-const MATVEC_ROWS: usize = 4;
+pub(super) const MATVEC_ROWS: usize = 4;
 const _: () = assert!(MATVEC_ROWS <= FEW_ROWS);
 
 /// What else goes into the result of a product.
@@ -113,9 +113,14 @@ impl CudaDevice {
             Onto::Output => Some(output),
             Onto::Residual(residual) => Some(residual),
         };
-        let all_bf16 = x.element() == Element::Bf16 && output.element() == Element::Bf16;
-        if bias.is_none() && all_bf16 && (1..=MATVEC_ROWS).contains(&x.rows()) {
-            return self.few_rows(x, weight, residual, output);
+        let onto_bf16 = residual.is_none() || output.element() == Element::Bf16;
+        let few = x.element() == Element::Bf16 && (1..=MATVEC_ROWS).contains(&x.rows());
+        if few && onto_bf16 && bias.is_none() {
+            let what = FewRows {
+                residual,
+                ..FewRows::default()
+            };
+            return self.few_rows(x, weight, what, output);
         }
         self.product(NAME, (x, false), (weight, true), bias, onto, output)
     }
@@ -245,7 +250,9 @@ impl CudaDevice {
         let kept = match plans.by_product.entry(product) {
             Entry::Occupied(kept) => kept.into_mut(),
             Entry::Vacant(place) => {
-                let wanted = if self.matmuls.tune { CANDIDATES } else { 1 };
+                // Timing waits, and a recording cannot.
+                let tune = self.matmuls.tune && !self.recorder().is_recording();
+                let wanted = if tune { CANDIDATES } else { 1 };
                 let (plan, choices) = self.matmuls.handle.plans(&product, WORKSPACE, wanted)?;
                 let choice = self.best_of(&plan, &choices, addresses, output)?;
                 place.insert(Kept { plan, choice, used })

@@ -3,6 +3,8 @@
 //! The pool is ordered by the compute stream: a buffer that is dropped is free for whatever is queued next,
 //! although work queued before still uses it, because that work comes first. Work of another stream that reads
 //! or writes a buffer therefore keeps a handle until the compute stream waits for it.
+//!
+//! A recording (`graph.rs`) has a reserve instead: an arena of its own, over buffers of the pool.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -10,7 +12,10 @@ use std::time::Duration;
 use super::arena::{Arena, Usage, rounded, slab_size};
 use super::driver::{Address, Context};
 use super::error::{Error, Result};
-use super::stream::Stream;
+use super::graph::Recorder;
+
+/// Bytes of a reserve's slabs at least: a step of decoding needs many small blocks.
+const SMALLEST_SLAB: u64 = 1 << 20;
 
 /// Bytes, shown as mebibytes.
 pub(super) struct Mebibytes(pub(super) u64);
@@ -25,7 +30,7 @@ impl std::fmt::Display for Mebibytes {
 #[derive(Debug)]
 pub(super) struct Pool {
     context: Arc<Context>,
-    stream: Arc<Stream>,
+    recorder: Arc<Recorder>,
     arena: Mutex<Arena>,
     limit: u64,
     deadline: Duration,
@@ -36,14 +41,14 @@ pub(super) struct Pool {
 impl Pool {
     pub(super) fn new(
         context: &Arc<Context>,
-        stream: &Arc<Stream>,
+        recorder: &Arc<Recorder>,
         limit: u64,
         deadline: Duration,
         poison: bool,
     ) -> Self {
         Self {
             context: context.clone(),
-            stream: stream.clone(),
+            recorder: recorder.clone(),
             arena: Mutex::default(),
             limit,
             deadline,
@@ -74,22 +79,31 @@ impl Pool {
     /// When the limit or the device leaves no room, also after what is idle was given back.
     pub(super) fn allocate(self: &Arc<Self>, bytes: u64) -> Result<Buffer> {
         let size = rounded(bytes).ok_or_else(|| self.out_of_memory(bytes))?;
-        let mut arena = self.arena();
-        let address = match arena.take(size) {
-            Some(address) => address,
-            None => self.grow(&mut arena, size)?,
-        };
-        drop(arena);
-        let buffer = Buffer {
-            pool: self.clone(),
-            address,
-            bytes: size,
+        let buffer = match self.recorder.reserve() {
+            Some(reserve) => reserve.take(size)?,
+            None => self.take(size)?,
         };
         if self.poison {
             // 0xff.. is a NaN as f32 and as bf16.
             buffer.fill(0xff)?;
         }
         Ok(buffer)
+    }
+
+    /// A buffer of the pool's own, of a rounded size.
+    fn take(self: &Arc<Self>, size: u64) -> Result<Buffer> {
+        let mut arena = self.arena();
+        let address = match arena.take(size) {
+            Some(address) => address,
+            None => self.grow(&mut arena, size)?,
+        };
+        drop(arena);
+        Ok(Buffer {
+            pool: self.clone(),
+            reserve: None,
+            address,
+            bytes: size,
+        })
     }
 
     fn grow(&self, arena: &mut Arena, size: u64) -> Result<Address> {
@@ -140,7 +154,8 @@ impl Pool {
             return Ok(());
         }
         // Given up on an error: then the slabs are left to the work that may still use them.
-        self.stream
+        self.recorder
+            .compute()
             .wait(self.deadline, "the work before giving memory back")?;
         for address in idle {
             self.context.free(address);
@@ -177,7 +192,8 @@ impl Drop for Pool {
     fn drop(&mut self) {
         let idle = self.arena().remove_idle_slabs();
         if self
-            .stream
+            .recorder
+            .compute()
             .wait(self.deadline, "the work before the device is closed")
             .is_ok()
         {
@@ -188,10 +204,60 @@ impl Drop for Pool {
     }
 }
 
+/// The memory of one recording: blocks of its own over slabs that are buffers of the pool, so that what its work
+/// frees its later work takes again, and nobody else.
+#[derive(Debug)]
+pub(super) struct Reserve {
+    pool: Arc<Pool>,
+    held: Mutex<Held>,
+}
+
+#[derive(Debug, Default)]
+struct Held {
+    arena: Arena,
+    slabs: Vec<Buffer>,
+}
+
+impl Reserve {
+    pub(super) fn new(pool: &Arc<Pool>) -> Self {
+        Self {
+            pool: pool.clone(),
+            held: Mutex::default(),
+        }
+    }
+
+    fn held(&self) -> MutexGuard<'_, Held> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(self: &Arc<Self>, size: u64) -> Result<Buffer> {
+        let mut held = self.held();
+        let address = match held.arena.take(size) {
+            Some(address) => address,
+            None => {
+                let slab = self.pool.take(size.max(SMALLEST_SLAB))?;
+                held.arena.add_slab(slab.address, slab.bytes, size);
+                held.slabs.push(slab);
+                let found = held.arena.take(size);
+                found.ok_or_else(|| self.pool.out_of_memory(size))?
+            }
+        };
+        drop(held);
+        Ok(Buffer {
+            pool: self.pool.clone(),
+            reserve: Some(self.clone()),
+            address,
+            bytes: size,
+        })
+    }
+}
+
 /// A piece of device memory, free again for later work of the compute stream when it is dropped.
 #[derive(Debug)]
 pub(super) struct Buffer {
     pool: Arc<Pool>,
+    /// Whose it is, where not the pool's.
+    reserve: Option<Arc<Reserve>>,
     address: Address,
     bytes: u64,
 }
@@ -209,17 +275,20 @@ impl Buffer {
         Arc::ptr_eq(&self.pool, pool)
     }
 
-    /// Sets every byte, on the compute stream.
+    /// Sets every byte, in the order of this thread's work.
     pub(super) fn fill(&self, value: u8) -> Result<()> {
         let bytes = usize::try_from(self.bytes).unwrap_or(usize::MAX);
         self.pool
             .context
-            .fill(self.address, value, bytes, self.pool.stream.raw())
+            .fill(self.address, value, bytes, self.pool.recorder.stream().raw())
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        self.pool.arena().give(self.address);
+        match &self.reserve {
+            Some(reserve) => reserve.held().arena.give(self.address),
+            None => self.pool.arena().give(self.address),
+        }
     }
 }

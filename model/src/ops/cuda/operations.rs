@@ -1,9 +1,10 @@
 //! The operation set over a [`CudaDevice`]: makes the results, and lets the device's methods write them.
 //!
 //! Shapes, element types and leading dimensions are checked there. What takes more than a call is in the rooms
-//! below: tensors and their copies, linear layers, attention, losses, the update.
+//! below: tensors and their copies, linear layers, attention, decoding, losses, the update.
 
 mod attention;
+mod decoding;
 mod linear;
 mod loss;
 mod tensors;
@@ -14,6 +15,8 @@ use std::sync::Arc;
 
 use espalier_arch::{Architecture, Attention, BlockShape};
 
+use decoding::CudaDecoding;
+
 use super::device::{CudaDevice, Options};
 use super::matrix::{Element, Matrix};
 use super::rope::{RopeAngles, Rotation};
@@ -21,16 +24,17 @@ use super::{AttentionShape, KernelNeeds, Mark};
 use crate::collective::Gang;
 use crate::collective::mesh::Mesh;
 use crate::collective::nccl::NcclGang;
+use crate::ops::decoding::Decoding;
 use crate::ops::{
     Accelerator, AdamWParameter, AdamWStep, Axis, Completion, CudaTokens, Head, HeadGradient, KvCache,
     Layout, Linear, LinearGradient, Losses, Operations, Pending, RopeTable, TokenBatch,
 };
 use crate::{Device, ElementType, Result, Tensor};
 
-/// Operations on one GPU: bf16 activations, f32 sums.
-#[derive(Debug)]
+/// Operations on one GPU: bf16 activations, f32 sums. Clones share the device.
+#[derive(Debug, Clone)]
 pub struct CudaOperations {
-    device: CudaDevice,
+    device: Arc<CudaDevice>,
 }
 
 impl CudaOperations {
@@ -40,7 +44,7 @@ impl CudaOperations {
     /// Those of [`CudaDevice::open`].
     pub fn open(index: u32, options: Options) -> Result<Self> {
         Ok(Self {
-            device: CudaDevice::open(index, options)?,
+            device: Arc::new(CudaDevice::open(index, options)?),
         })
     }
 
@@ -128,6 +132,10 @@ impl Operations for CudaOperations {
     }
 
     fn mark(&self) -> Result<Option<Box<dyn Completion>>> {
+        // What is recorded is not asked for yet, and no replay would pass a mark of this time.
+        if self.device.recorder().is_recording() {
+            return Ok(None);
+        }
         Ok(Some(Box::new(self.device.compute().mark()?)))
     }
 
@@ -352,6 +360,18 @@ impl Operations for CudaOperations {
         self.attend_cached([q, k, v], cache, shape, layout)
     }
 
+    fn decoding(&self, sequences: usize, architecture: &Architecture) -> Result<Option<Box<dyn Decoding>>> {
+        let served = |block: &BlockShape| match block {
+            BlockShape::Attention(shape) => matches!(shape.head_dim, 16 | 32 | 64 | 128),
+            _ => true,
+        };
+        if sequences == 0 || !architecture.blocks.iter().all(|block| served(&block.shape)) {
+            return Ok(None);
+        }
+        let decoding = CudaDecoding::new(self, sequences, architecture.vocab_size)?;
+        Ok(Some(Box::new(decoding)))
+    }
+
     fn swiglu(&self, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         let (gate, up) = (gate.cuda()?, up.cuda()?);
         self.like(&gate, |output| self.device.swiglu(&gate, &up, output))
@@ -391,7 +411,7 @@ impl Operations for CudaOperations {
 
     fn likeliest(&self, logits: &Tensor) -> Result<Vec<u32>> {
         let tokens = self.device.matrix(Element::I32, 1, logits.rows())?;
-        self.device.argmax(&logits.cuda()?, &tokens)?;
+        self.device.argmax(&logits.cuda()?, &tokens, None)?;
         let tokens = self.device.download_i32(&tokens)?;
         Ok(tokens.into_iter().map(i32::unsigned_abs).collect())
     }

@@ -258,11 +258,11 @@ mod tests {
         let text = Specialisation::new("matvec.cu", []).text().unwrap();
         let (name, parameters) = signatures(text).remove(0);
         assert_eq!(name, "matvec");
-        use Parameter::{Int, Long, Pointer};
+        use Parameter::{Float, Int, Long, Pointer};
         assert_eq!(
             parameters,
             [
-                Pointer, Long, Pointer, Long, Pointer, Long, Pointer, Long, Int, Int
+                Pointer, Long, Pointer, Float, Pointer, Pointer, Long, Pointer, Long, Pointer, Long, Int, Int
             ]
         );
     }

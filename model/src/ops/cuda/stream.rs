@@ -52,8 +52,8 @@ impl Stream {
         })
     }
 
-    /// Called before each kernel: waits where the device is so far behind that the driver soon would, which has no
-    /// deadline.
+    /// Called before each kernel or replay: waits where the device is so far behind that the driver soon would, which
+    /// has no deadline.
     ///
     /// # Errors
     /// When the kernels queued long before fail or do not end; the device is then given up.
@@ -76,6 +76,11 @@ impl Stream {
             return Ok(());
         };
         first.wait(self.deadline, "a kernel queued hundreds before")
+    }
+
+    /// How long a kernel waits for those queued long before it.
+    pub(super) fn deadline(&self) -> Duration {
+        self.deadline
     }
 
     pub(super) fn raw(&self) -> &RawStream {

@@ -1,5 +1,6 @@
 //! Copies between host and device through page-locked memory, a piece at a time, each wait with a deadline.
 
+use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -22,8 +23,9 @@ impl Plain for u8 {}
 
 /// Where the next upload into a piece may begin: kernels read no wider.
 const UPLOAD_ALIGNMENT: usize = 64;
-/// Numbers that one [`Landing`] holds.
-const LANDING: usize = 8;
+/// Bytes of one [`Landing`]: at most, and what it has room for at least.
+const LANDING: usize = 64 << 10;
+const SMALL_LANDING: usize = 64;
 
 /// The page-locked memory that copies pass through.
 #[derive(Debug)]
@@ -77,15 +79,16 @@ impl Pieces {
 
 /// Numbers on their way to the host.
 #[derive(Debug)]
-pub(super) struct Landing {
+pub(super) struct Landing<T> {
     memory: Option<HostMemory>,
     count: usize,
     mark: Mark,
     deadline: Duration,
     landed: Arc<Mutex<Vec<HostMemory>>>,
+    element: PhantomData<T>,
 }
 
-impl Landing {
+impl<T: Plain> Landing<T> {
     /// Whether they are there, or never will be.
     pub(super) fn is_there(&self) -> bool {
         self.mark.is_reached().unwrap_or(true)
@@ -95,9 +98,9 @@ impl Landing {
     ///
     /// # Errors
     /// When the work before fails or does not end in time.
-    pub(super) fn read(&self) -> Result<Vec<f64>> {
+    pub(super) fn read(&self) -> Result<Vec<T>> {
         self.mark.wait(self.deadline, "the end of a step")?;
-        let mut numbers = vec![0.0_f64; self.count];
+        let mut numbers = vec![T::default(); self.count];
         if let Some(memory) = &self.memory {
             let bytes = size_of_val(numbers.as_slice());
             debug_assert!(bytes <= memory.bytes());
@@ -110,7 +113,7 @@ impl Landing {
     }
 }
 
-impl Drop for Landing {
+impl<T> Drop for Landing<T> {
     fn drop(&mut self) {
         let ended = self.mark.wait(self.deadline, "the end of a step").is_ok();
         let mut landed = self.landed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -155,26 +158,29 @@ impl Staging {
         result
     }
 
-    /// Begins to bring `count` f64, at most 8, from `address` to the host, after everything queued so far and
+    /// Begins to bring `count` numbers, 64 KiB at most, from `address` to the host, after everything queued so far and
     /// before what is queued later. Does not wait.
     ///
     /// # Errors
     /// When the driver refuses.
-    pub(super) fn land(&self, address: Address, count: usize) -> Result<Landing> {
-        if count > LANDING {
+    pub(super) fn land<T: Plain>(&self, address: Address, count: usize) -> Result<Landing<T>> {
+        let bytes = count.saturating_mul(size_of::<T>());
+        if bytes > LANDING {
             return Err(Error::Operand {
                 operation: "land",
-                expected: format!("at most {LANDING} numbers"),
-                found: count.to_string(),
+                expected: format!("at most {LANDING} bytes"),
+                found: bytes.to_string(),
             });
         }
-        let kept = self.landed.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let mut landed = self.landed.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = landed.iter().position(|memory| memory.bytes() >= bytes);
+        let kept = kept.map(|index| landed.swap_remove(index));
+        drop(landed);
         let memory = match kept {
             Some(memory) => memory,
-            None => HostMemory::new(&self.context, LANDING * size_of::<f64>())?,
+            None => HostMemory::new(&self.context, bytes.max(SMALL_LANDING))?,
         };
         self.context.bind()?;
-        let bytes = count * size_of::<f64>();
         // SAFETY: the caller's buffer holds `count` numbers, the memory has room for them, and nobody touches it
         // before the mark below is reached. When the driver refuses, nothing was queued.
         check("cuMemcpyDtoHAsync", unsafe {
@@ -187,6 +193,7 @@ impl Staging {
             mark,
             deadline: self.deadline,
             landed: self.landed.clone(),
+            element: PhantomData,
         })
     }
 

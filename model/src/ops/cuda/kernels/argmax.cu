@@ -1,10 +1,15 @@
 // The column of each row's largest entry; of equal ones the first. An entry that is not a number is never it,
 // unless the whole row is: then column 0.
 //
-// Logits are LOGIT (bf16 or float) `(rows, columns)` with a leading dimension, results i32, a row each.
-// Compiled for LOGIT. Launch: one block of 256 threads a row.
+// Logits are LOGIT (bf16 or float) `(rows, columns)` with a leading dimension, results i32, a row each. A part of a
+// row is PART columns; `values` and `columns_at` are `(rows, parts)`, each part's best. With `lengths`, i32 a row each,
+// those are counted up by one: a decoded token is one more in its sequence.
+// Compiled for LOGIT. Launch: argmax_parts grid (parts, rows), 256 threads; argmax one warp a row.
 
 #include "common.cuh"
+
+constexpr int PART = 4096;
+constexpr int NONE = 0x7fffffff;
 
 struct Best {
     float value;
@@ -28,12 +33,16 @@ __device__ __forceinline__ Best warp_best(Best best) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-argmax(const LOGIT* logits, long long leading, int* result, int columns) {
-    constexpr int NONE = 0x7fffffff;
+argmax_parts(const LOGIT* logits, long long leading, float* values, int* columns_at, int columns) {
     __shared__ Best found[8];
-    const LOGIT* row = logits + blockIdx.x * leading;
+    wait_for_earlier();
+    let_later_start();
+    const LOGIT* row = logits + blockIdx.y * leading;
+    const int first = blockIdx.x * PART;
+    const int end = min(columns, first + PART);
     Best best{-infinity(), NONE};
-    for (int column = threadIdx.x; column < columns; column += 256)
+#pragma unroll 8
+    for (int column = first + threadIdx.x; column < end; column += 256)
         best = better(best, Best{to_float(row[column]), column});
     best = warp_best(best);
     if (threadIdx.x % WARP == 0) found[threadIdx.x / WARP] = best;
@@ -41,5 +50,19 @@ argmax(const LOGIT* logits, long long leading, int* result, int columns) {
     if (threadIdx.x != 0) return;
 #pragma unroll
     for (int warp = 1; warp < 8; ++warp) best = better(best, found[warp]);
+    values[blockIdx.y * gridDim.x + blockIdx.x] = best.value;
+    columns_at[blockIdx.y * gridDim.x + blockIdx.x] = best.column;
+}
+
+extern "C" __global__ void __launch_bounds__(32)
+argmax(const float* values, const int* columns_at, int parts, int* result, int* lengths) {
+    wait_for_earlier();
+    let_later_start();
+    Best best{-infinity(), NONE};
+    for (int part = threadIdx.x; part < parts; part += WARP)
+        best = better(best, Best{values[blockIdx.x * parts + part], columns_at[blockIdx.x * parts + part]});
+    best = warp_best(best);
+    if (threadIdx.x != 0) return;
     result[blockIdx.x] = best.column == NONE ? 0 : best.column;
+    if (lengths != nullptr) lengths[blockIdx.x] += 1;
 }

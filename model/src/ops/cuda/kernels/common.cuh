@@ -125,3 +125,18 @@ __device__ __forceinline__ T warp_sum(T x) {
 }
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+// A kernel that the launcher starts before what is queued earlier has ended (`Module::launch_early`) reads until
+// `wait_for_earlier` only what no kernel before it writes, or those two before it; all of its threads call it. From
+// `let_later_start` on the next such kernel may begin. Before Hopper there is no such launch.
+__device__ __forceinline__ void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_later_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

@@ -108,8 +108,17 @@ impl CudaOperations {
                 lengths: &lengths,
             };
             self.like(&q, |output| {
-                self.device
-                    .decode_attention(&q, &k, &v, held, None, output, shape.head_dim, over.window)
+                self.device.decode_attention(
+                    &q,
+                    &k,
+                    &v,
+                    held,
+                    None,
+                    output,
+                    shape.head_dim,
+                    over.window,
+                    false,
+                )
             })?
         } else {
             for sequence in 0..layout.sequences {

@@ -8,7 +8,7 @@ use crate::{Result, Tensor};
 
 /// An update whose loss and norm are on their way to the host.
 #[derive(Debug)]
-struct Landed(Landing);
+struct Landed(Landing<f64>);
 
 impl Pending for Landed {
     fn is_ready(&self) -> bool {
