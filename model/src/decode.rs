@@ -27,6 +27,9 @@ pub struct Session {
     steps: Steps,
 }
 
+/// Steps after which a backend that records them replays: one is run, one recorded.
+const STEPS_TO_SETTLE: usize = 2;
+
 /// How steps of one token a sequence are run.
 #[derive(Debug)]
 enum Steps {
@@ -86,11 +89,7 @@ impl Session {
 
     /// Forgets every token; the caches stay allocated.
     pub fn clear(&mut self) {
-        self.length = 0;
-        self.caches
-            .iter_mut()
-            .flatten()
-            .for_each(|cache| cache.length = 0);
+        self.hold(0);
     }
 
     /// Takes the next tokens of each sequence, sequence after sequence, and gives the logits that follow the
@@ -203,6 +202,33 @@ impl Session {
         Ok(())
     }
 
+    /// Makes the next step of one token a sequence like all later ones: where the backend records steps, the first are
+    /// slower. What the session holds stays as it is; it must have room for one token more. Waits for the device.
+    ///
+    /// # Errors
+    /// As [`Session::prefill`].
+    pub fn settle(&mut self) -> Result<()> {
+        let (held, tokens) = (self.length, vec![0; self.sequences]);
+        for _ in 0..STEPS_TO_SETTLE {
+            if !self.step(Some(&tokens))? {
+                return Ok(());
+            }
+            self.hold(held);
+        }
+        if let Steps::Kept(decoding, _) = &self.steps {
+            decoding.likeliest()?.read()?;
+        }
+        Ok(())
+    }
+
+    /// Holds `length` tokens of each sequence, all of which the caches have.
+    fn hold(&mut self, length: usize) {
+        self.length = length;
+        for cache in self.caches.iter_mut().flatten() {
+            cache.length = length;
+        }
+    }
+
     /// Takes one token of each sequence, the likeliest where none are given, by the backend's own steps; false where it
     /// has none.
     fn step(&mut self, tokens: Option<&[u32]>) -> Result<bool> {
@@ -232,10 +258,7 @@ impl Session {
         let step =
             |decoding: &dyn Decoding| token(operations.as_ref(), model, caches, tables, layout, decoding);
         decoding.run(tokens, held, &step)?;
-        self.length = held + 1;
-        for cache in self.caches.iter_mut().flatten() {
-            cache.length = self.length;
-        }
+        self.hold(held + 1);
         Ok(true)
     }
 

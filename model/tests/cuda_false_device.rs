@@ -335,9 +335,8 @@ fn memory_of_steps() {
         let mut session = Session::new(operations.clone(), Arc::clone(&student), 2, 64).unwrap();
         drop(session.prefill(&[7; 10]).unwrap());
         // Tables of every position, and the memory of a step that is recorded, are kept from then on.
-        for _ in 0..3 {
-            drop(session.decode(&[7, 8]).unwrap());
-        }
+        session.settle().unwrap();
+        assert_eq!(session.length(), 5);
         let before = in_use();
         for _ in 0..20 {
             drop(session.decode(&[7, 8]).unwrap());

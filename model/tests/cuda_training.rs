@@ -291,6 +291,11 @@ fn greedy_steps_that_a_gpu_takes_by_itself_are_those_that_the_host_asks_for() {
         let mut session = new();
         let mut asked = vec![Vec::new(); sequences];
         let mut logits = session.prefill(&prompt).unwrap();
+        if sequences > 1 {
+            // Steps that leave nothing behind.
+            session.settle().unwrap();
+            assert_eq!(session.length(), 4);
+        }
         for _ in 0..20 {
             let next = session.likeliest(&logits).unwrap();
             for (sequence, token) in asked.iter_mut().zip(&next) {

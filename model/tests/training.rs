@@ -268,6 +268,28 @@ fn greedy_text_of_a_batch_is_that_of_each_prompt_alone_and_ends_before_a_stop_to
     assert_eq!(ended, expected.iter().map(before).collect::<Vec<_>>());
 }
 
+#[test]
+fn greedy_steps_go_on_from_given_tokens_until_they_are_told_to_end() {
+    let operations = operations();
+    let model = Arc::new(model(operations.as_ref(), 4));
+    let runner = Runner::new(Arc::clone(&operations), Arc::clone(&model));
+    let prompt = tokens(6, 5);
+    let expected = greedy_without_cache(&runner, &prompt, 5);
+    let mut session = Session::new(operations, model, 1, 18).unwrap();
+    session.prefill(&prompt).unwrap();
+    session.settle().unwrap();
+    assert_eq!(session.length(), 6);
+    let mut shown = Vec::new();
+    let end_after_four = |next: &[u32]| {
+        shown.extend_from_slice(next);
+        shown.len() == 4
+    };
+    session.go_on(&expected[..1], 9, end_after_four).unwrap();
+    assert_eq!(shown, expected[1..]);
+    let full = session.go_on(&[0], 99, |_| false).unwrap_err().to_string();
+    assert!(full.contains("at most its capacity of 18"), "{full}");
+}
+
 /// `Σ w · (x + down(relu(up(norm(x)))²))` in f64; `parts` are x, norm, up, up bias, down and down bias.
 fn relu_squared_block(parts: &[Vec<f64>; 6], weighting: &[f64], rows: usize, hidden: usize) -> f64 {
     let [x, norm_weight, up, up_bias, down, down_bias] = parts;

@@ -253,6 +253,7 @@ fn time_all(operations: &Arc<dyn Operations>, stacks: &[Stack], point: Point) ->
             for stack in stacks {
                 let mut session = session(operations, stack, sequences, context + DECODE_PASSES + 1)?;
                 session.prefill(&prompt(context.saturating_mul(sequences), stack.vocab_size))?;
+                session.settle()?;
                 sessions.push(session);
             }
             operations.wait()?;
