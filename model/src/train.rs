@@ -379,10 +379,34 @@ impl Trainer {
     /// # Errors
     /// When the device fails.
     pub fn summed_loss(&self) -> Result<f64> {
+        self.sum(&self.losses)
+    }
+
+    /// Summed loss of `batches`, nats, without a gradient; 0 but on the last stage. Stages of one replica must be
+    /// given the same batches. Waits for the device.
+    ///
+    /// # Errors
+    /// When there is nothing to predict, shapes disagree, or a rank was lost.
+    pub fn losses(&mut self, batches: &[MicroBatch<'_>]) -> Result<f64> {
+        let rows = self.line().losses(batches).inspect_err(|_| self.give_up())?;
+        self.sum(&rows)
+    }
+
+    fn line(&mut self) -> Line<'_> {
+        Line {
+            stage: &mut self.stage,
+            parent: self.parent.as_ref(),
+            stages: self.grid.as_ref().and_then(|grid| grid.stages.as_deref()),
+            activation_bytes: self.activation_bytes,
+            sent: VecDeque::new(),
+        }
+    }
+
+    fn sum(&self, losses: &[Tensor]) -> Result<f64> {
         let mut sum = 0.0;
-        for losses in &self.losses {
-            let losses = self.stage.operations.download(losses)?;
-            sum += losses.into_iter().map(f64::from).sum::<f64>();
+        for rows in losses {
+            let rows = self.stage.operations.download(rows)?;
+            sum += rows.into_iter().map(f64::from).sum::<f64>();
         }
         Ok(sum)
     }

@@ -25,6 +25,7 @@ use crate::trace::{Names, attempt_span};
 use crate::{Error, Result};
 use alive::Alive;
 use protocol::{Order, Reply, Request};
+use rank::Member;
 use stop::Stops;
 
 /// The device that a child was started for.
@@ -147,6 +148,10 @@ impl Child {
             let answer = span.in_scope(|| match self.attempt(&order) {
                 Ok(answer) => answer,
                 Err(Error::Cancelled) => Reply::Stopped { attempt },
+                Err(error) if error.is_of_another_rank() && rank::await_the_cause(attempt, &self.stops) => {
+                    tracing::info!(%error, "the gang has ended");
+                    Reply::Stopped { attempt }
+                }
                 Err(error) => {
                     tracing::warn!(%error, "the attempt failed");
                     Reply::Failure {
@@ -163,12 +168,18 @@ impl Child {
 
     fn attempt(&mut self, order: &Order) -> Result<Reply> {
         let attempt = order.attempt;
-        if let Some(place) = &order.gang {
-            let released = rank::stand_ready(place, attempt, &self.requests, &self.stops, |address| {
-                reply(&self.output, &Reply::Prepared { attempt, address });
-            })?;
-            rank::require_alone(place, &released)?;
-        }
+        let released = match &order.gang {
+            None => None,
+            Some(place) => {
+                rank::require_alone(place, &order.spec)?;
+                // Slow where it is a GPU: once the ranks are released they wait for each other.
+                self.backend()?;
+                let released = rank::stand_ready(place, attempt, &self.requests, &self.stops, |address| {
+                    reply(&self.output, &Reply::Prepared { attempt, address });
+                })?;
+                Some((place, released))
+            }
+        };
         let backend = self.backend()?;
         self.open(&order.artifact_store, &order.artifact_store_id)?;
         let Some((_, store)) = &self.store else {
@@ -178,6 +189,8 @@ impl Child {
             };
             return Ok(Reply::Failure { attempt, failure });
         };
+        let member = released.map(|(place, released)| Member::join(place, released, backend.operations()));
+        let member = member.transpose()?;
         let sink = Arc::clone(&self.output);
         let stops = Arc::clone(&self.stops);
         let context = Context::new(
@@ -186,7 +199,8 @@ impl Child {
             Box::new(move |progress: Progress| reply(&sink, &Reply::Progress { attempt, progress })),
             Box::new(move || stops.asked(attempt)),
         )
-        .with_attempt(attempt);
+        .with_attempt(attempt)
+        .with_gang(member.as_ref().map(|member| Arc::clone(&member.gang)));
         let sink = Arc::clone(&self.output);
         let _alive = Alive::watch(backend.pulse(), alive::INTERVAL, move || {
             reply(&sink, &Reply::Alive { attempt });
@@ -194,6 +208,9 @@ impl Child {
         let output = Box::new(execute(&context, &mut self.caches, &order.spec)?);
         // Unmounted meanwhile: what it put down is seen by nobody else, so it is not done.
         require(store, &order.artifact_store_id)?;
+        if let Some(member) = member {
+            member.leave();
+        }
         Ok(Reply::Output { attempt, output })
     }
 

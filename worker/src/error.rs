@@ -111,6 +111,11 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
+    /// Whether it tells only that another rank of the gang is gone.
+    pub(crate) fn is_of_another_rank(&self) -> bool {
+        self.failure().kind == FailureKind::RankLost
+    }
+
     /// What this means for trying again.
     pub fn failure(&self) -> Failure {
         let kind = match self {
@@ -150,10 +155,25 @@ fn is_of_storage(error: &Error) -> bool {
 fn model_failure(error: &espalier_model::Error) -> FailureKind {
     use espalier_model::Error as Model;
     match error {
+        Model::Gang(error) => gang_failure(error),
         Model::Cuda(error) => device_failure(error),
         Model::Io { source, .. } if !is_permanent(source.kind()) => FailureKind::Error,
         Model::Hub { .. } => FailureKind::Error,
         _ => FailureKind::Invalid,
+    }
+}
+
+/// Whether another rank is at fault, or this one.
+fn gang_failure(error: &espalier_model::collective::Error) -> FailureKind {
+    use espalier_model::collective::Error as Gang;
+    match error {
+        Gang::RankLost { .. }
+        | Gang::GivenUp { .. }
+        | Gang::Away { .. }
+        | Gang::NotFormed { .. }
+        | Gang::Aborted
+        | Gang::Deadline { .. } => FailureKind::RankLost,
+        _ => FailureKind::Error,
     }
 }
 

@@ -39,7 +39,7 @@ struct Alive {
 /// Told of each piece of a stage whose gradients the last micro-batch has written.
 pub(super) type OnWritten<'a> = dyn FnMut(Written, &mut StageWeights) -> Result<()> + 'a;
 
-impl Line<'_> {
+impl<'a> Line<'a> {
     /// Takes every batch forward and back. Gives their losses, a row each; none but on the last stage. Gradients
     /// are of the summed losses divided by `predictions`.
     pub(super) fn run(
@@ -70,18 +70,48 @@ impl Line<'_> {
                 }
             }
         }
-        while let Some(sent) = self.sent.pop_front() {
-            sent.wait()?;
-        }
+        self.wait_for_sent()?;
         Ok(losses)
     }
 
-    fn forward(
-        &mut self,
-        batch: &MicroBatch<'_>,
-        predictions: usize,
-        losses: &mut Vec<Tensor>,
-    ) -> Result<Alive> {
+    /// Takes every batch forward and no further. Gives their losses, a row each; none but on the last stage.
+    pub(super) fn losses(&mut self, batches: &[MicroBatch<'_>]) -> Result<Vec<Tensor>> {
+        batches.iter().try_for_each(|batch| self.check(batch, 1))?;
+        let operations = Arc::clone(&self.stage.operations);
+        let student = Taught::new(self.stage.weights.clone());
+        let mut losses = Vec::new();
+        for batch in batches {
+            let (tokens, taught) = self.enter(batch)?;
+            let before = self.arrival(operations.as_ref(), batch, student.weights.architecture().hidden)?;
+            let output = student.forward(operations.as_ref(), &tokens, batch.layout, before)?;
+            if !self.is_last() {
+                self.send(output, self.index() + 1)?;
+                continue;
+            }
+            let head = Head {
+                hidden: &output,
+                weight: student.weights.head()?,
+            };
+            let of = match self.lesson(batch, taught.as_ref())? {
+                Lesson::Parent(parent) => operations.distillation(head, parent, None)?,
+                Lesson::Targets => operations.cross_entropy(head, &tokens, None)?,
+            };
+            losses.push(of.rows);
+        }
+        self.wait_for_sent()?;
+        Ok(losses)
+    }
+
+    fn wait_for_sent(&mut self) -> Result<()> {
+        while let Some(sent) = self.sent.pop_front() {
+            sent.wait()?;
+        }
+        Ok(())
+    }
+
+    /// A batch's tokens on the device, and what the parent makes of them where it is asked and this is the last
+    /// stage.
+    fn enter(&mut self, batch: &MicroBatch<'_>) -> Result<(TokenBatch, Option<Tensor>)> {
         let operations = Arc::clone(&self.stage.operations);
         let targets = match batch.objective {
             Objective::Distil { .. } | Objective::FromParent => None,
@@ -94,6 +124,32 @@ impl Line<'_> {
             }
             _ => None,
         };
+        Ok((tokens, taught))
+    }
+
+    /// What the last stage teaches, where `taught` are the parent's final-normed hidden states.
+    fn lesson<'b>(&self, batch: &MicroBatch<'b>, taught: Option<&'b Tensor>) -> Result<Lesson<'b>>
+    where
+        'a: 'b,
+    {
+        Ok(match (batch.objective, taught, self.parent) {
+            (Objective::Distil { hidden, head: weight }, ..) => Lesson::Parent(Head { hidden, weight }),
+            (Objective::FromParent, Some(hidden), Some(parent)) => Lesson::Parent(Head {
+                hidden,
+                weight: parent.weights.head()?,
+            }),
+            _ => Lesson::Targets,
+        })
+    }
+
+    fn forward(
+        &mut self,
+        batch: &MicroBatch<'_>,
+        predictions: usize,
+        losses: &mut Vec<Tensor>,
+    ) -> Result<Alive> {
+        let operations = Arc::clone(&self.stage.operations);
+        let (tokens, taught) = self.enter(batch)?;
         let width = self.stage.weights.architecture().hidden;
         let before = self.arrival(operations.as_ref(), batch, width)?;
         let share = self.activation_bytes / most_alive(self.count(), self.index());
@@ -106,14 +162,7 @@ impl Line<'_> {
                 grad: None,
             });
         }
-        let lesson = match (batch.objective, &taught, self.parent) {
-            (Objective::Distil { hidden, head: weight }, ..) => Lesson::Parent(Head { hidden, weight }),
-            (Objective::FromParent, Some(hidden), Some(parent)) => Lesson::Parent(Head {
-                hidden,
-                weight: parent.weights.head()?,
-            }),
-            _ => Lesson::Targets,
-        };
+        let lesson = self.lesson(batch, taught.as_ref())?;
         let (rows, grad) = self.stage.loss(lesson, &tokens, &output, predictions)?;
         losses.push(rows);
         Ok(Alive {

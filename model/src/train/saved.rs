@@ -24,7 +24,7 @@ use crate::files;
 use crate::ops::Operations;
 use crate::weights::file::{Outgoing, TensorFile, save_tensors};
 use crate::weights::{StageWeights, matrix_shape};
-use crate::{Error, Result, Tensor};
+use crate::{Error, Model, Result, Tensor};
 
 /// What a rank keeps of a parameter, as files name it.
 const STATES: [&str; 3] = ["weight", "first_moment", "second_moment"];
@@ -245,6 +245,16 @@ impl Parts {
     /// Updates that the files are the state after.
     pub fn steps(&self) -> u32 {
         self.steps
+    }
+
+    /// The student's weights in f32.
+    ///
+    /// # Errors
+    /// When the files do not hold all of them, or the backend runs out of memory.
+    pub fn model(&self, operations: &dyn Operations) -> Result<Model> {
+        let [weights, ..] = STATES;
+        self.stage(weights, 0..self.architecture.blocks.len(), operations)?
+            .into_model()
     }
 
     /// Elements `range` of one state of a tensor into `values`, from whichever files have them.

@@ -250,8 +250,14 @@ fn lay_flat(
     for piece in &bucket.pieces {
         let tensor = tensors.get(piece.tensor);
         let (_, tensor) = tensor.ok_or_else(|| no_tensor(piece.tensor, tensors.len()))?;
-        parts.push((piece.start, *tensor));
+        // A student is fresh views of its parent, with gaps.
+        let whole = match tensor.is_contiguous() {
+            true => (*tensor).clone(),
+            false => operations.contiguous(tensor)?,
+        };
+        parts.push((piece.start, whole));
     }
+    let parts: Vec<(usize, &Tensor)> = parts.iter().map(|(start, tensor)| (*start, tensor)).collect();
     operations.flatten(&parts, ranks, bucket.part, ElementType::F32)
 }
 

@@ -2,8 +2,14 @@
 //! What ranks then say to each other belongs to the executor.
 
 use std::net::TcpListener;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use espalier_model::collective::Gang;
+use espalier_model::collective::mesh::{self, Mesh};
+use espalier_model::ops::Operations;
+use espalier_proto::task::TaskSpec;
 
 use super::protocol::{Place, Request};
 use super::stop::Stops;
@@ -11,6 +17,8 @@ use crate::{Error, Result};
 
 /// How often a rank that waits looks whether it should stop.
 const LOOK: Duration = Duration::from_millis(20);
+/// How long the cause of a lost rank may take to come round by way of the coordinator.
+const CAUSE_PATIENCE: Duration = Duration::from_millis(500);
 
 /// A gang that stands ready.
 #[derive(Debug)]
@@ -18,7 +26,7 @@ pub(super) struct Released {
     communicator: String,
     addresses: Vec<String>,
     /// Where the other ranks reach this one.
-    _listener: TcpListener,
+    listener: TcpListener,
 }
 
 /// Listens for the other ranks, says where through `say`, and waits for the release.
@@ -54,7 +62,7 @@ pub(super) fn stand_ready(
                 return Ok(Released {
                     communicator,
                     addresses,
-                    _listener: listener,
+                    listener,
                 });
             }
             Ok(_) | Err(RecvTimeoutError::Timeout) => {}
@@ -63,30 +71,79 @@ pub(super) fn stand_ready(
     }
 }
 
-/// No executor of this build works on several ranks.
+/// The gang that a release has made, as one of its ranks.
+#[derive(Debug)]
+pub(super) struct Member {
+    mesh: Arc<Mesh>,
+    /// What executors see of it.
+    pub gang: Arc<dyn Gang>,
+}
+
+impl Member {
+    /// Finds the other ranks.
+    ///
+    /// # Errors
+    /// When the release is not for this gang, or ranks do not come together.
+    pub fn join(place: &Place, released: Released, operations: &dyn Operations) -> Result<Self> {
+        if u32::try_from(released.addresses.len()) != Ok(place.ranks) {
+            return Err(Error::Invalid {
+                reason: format!(
+                    "the release of communicator {:?} names {} addresses, expected one for each of {} ranks",
+                    released.communicator,
+                    released.addresses.len(),
+                    place.ranks
+                ),
+            });
+        }
+        let place = mesh::Place {
+            rank: usize::try_from(place.rank).unwrap_or(usize::MAX),
+            listener: released.listener,
+            addresses: released.addresses,
+            token: released.communicator,
+            generation: place.generation,
+        };
+        let formed = Mesh::form(place, mesh::Options::default()).map_err(espalier_model::Error::from)?;
+        let mesh = Arc::new(formed);
+        let gang = operations.gang(Arc::clone(&mesh))?;
+        Ok(Self { mesh, gang })
+    }
+
+    /// Leaves the others, all work done. They may have been lost since; what this rank has is whole all the same.
+    pub fn leave(self) {
+        if let Err(error) = self.mesh.close() {
+            tracing::warn!(%error, "the gang broke when its work was done");
+        }
+    }
+}
+
+/// Only recovery works on several ranks.
 ///
 /// # Errors
-/// [`Error::Invalid`] when the gang has more than one, or the release is not for it.
-pub(super) fn require_alone(place: &Place, released: &Released) -> Result<()> {
-    if u32::try_from(released.addresses.len()) != Ok(place.ranks) {
-        return Err(Error::Invalid {
-            reason: format!(
-                "the release of communicator {:?} names {} addresses, expected one for each of {} ranks",
-                released.communicator,
-                released.addresses.len(),
-                place.ranks
-            ),
-        });
+/// [`Error::Invalid`] when another task's gang has more than one.
+pub(super) fn require_alone(place: &Place, spec: &TaskSpec) -> Result<()> {
+    if place.ranks <= 1 || matches!(spec, TaskSpec::Recover(_)) {
+        return Ok(());
     }
-    if place.ranks > 1 {
-        return Err(Error::Invalid {
-            reason: format!(
-                "the task asks for {} ranks, and the executors of this build run on one: ask for 1 rank",
-                place.ranks
-            ),
-        });
+    Err(Error::Invalid {
+        reason: format!(
+            "the task asks for {} ranks, and a task of kind {} runs on one: ask for 1 rank",
+            place.ranks,
+            spec.kind()
+        ),
+    })
+}
+
+/// A rank that tells of another's loss gives that one's own attempt the time to tell why, and its generation to end:
+/// then it has merely stopped.
+pub(super) fn await_the_cause(attempt: u64, stops: &Stops) -> bool {
+    let deadline = Instant::now() + CAUSE_PATIENCE;
+    while Instant::now() < deadline {
+        if stops.asked(attempt).is_some() {
+            return true;
+        }
+        std::thread::sleep(LOOK);
     }
-    Ok(())
+    false
 }
 
 #[cfg(test)]
@@ -123,11 +180,6 @@ mod tests {
         .unwrap();
         assert!(said.starts_with("127.0.0.1:"), "{said}");
         assert_eq!(released.addresses.len(), 2);
-        let refused = require_alone(&place(2), &released).unwrap_err();
-        assert!(
-            matches!(&refused, Error::Invalid { reason } if reason.contains("2 ranks")),
-            "{refused}"
-        );
     }
 
     #[test]

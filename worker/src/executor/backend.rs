@@ -29,6 +29,11 @@ impl Backend {
         })
     }
 
+    /// The device's operations.
+    pub fn operations(&self) -> &dyn Operations {
+        &*self.operations
+    }
+
     /// What beats as long as something is done.
     pub fn pulse(&self) -> Pulse {
         self.pulse.clone()

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use espalier_artifact::BlockingStore;
+use espalier_model::collective::Gang;
 use espalier_model::ops::Operations;
 use espalier_proto::task::{ArtifactId, Progress};
 
@@ -40,6 +41,8 @@ pub struct Context<'a> {
     pub store: &'a BlockingStore,
     /// The attempt's number: what it leaves for a later one is recorded under it.
     pub attempt: u64,
+    /// The other ranks of this attempt; none for a task of one rank.
+    pub gang: Option<Arc<dyn Gang>>,
     progress: ProgressSink,
     stop: StopFlag,
     leaves_checkpoints: Cell<bool>,
@@ -55,6 +58,7 @@ impl<'a> Context<'a> {
             operations,
             store,
             attempt: 0,
+            gang: None,
             progress,
             stop,
             leaves_checkpoints: Cell::new(false),
@@ -72,6 +76,12 @@ impl<'a> Context<'a> {
     #[must_use]
     pub fn with_attempt(self, attempt: u64) -> Self {
         Self { attempt, ..self }
+    }
+
+    /// The same as a rank of `gang`.
+    #[must_use]
+    pub fn with_gang(self, gang: Option<Arc<dyn Gang>>) -> Self {
+        Self { gang, ..self }
     }
 
     /// Says how far the attempt has come, and gives it the chance to stop.

@@ -8,6 +8,7 @@
 use espalier_arch::Architecture;
 use espalier_model::block::saved_bytes;
 use espalier_model::ops::Accelerator;
+use espalier_model::train::Layers;
 
 use crate::{Error, Result};
 
@@ -32,8 +33,10 @@ const FEW_ROWS: usize = 2048;
 const LOGIT_ROWS: usize = 1024;
 /// Bytes of an entry of an activation on a GPU.
 const ENTRY: usize = 2;
-/// Bytes of a trained parameter on a GPU: value, gradient and two moments in f32, and what the blocks read.
-const TRAINED: usize = 4 * 4 + ENTRY;
+/// Bytes of a trained parameter on a GPU: its gradient in f32, and what the blocks read.
+const TRAINED: usize = 4 + ENTRY;
+/// What only the optimiser reads: value and two moments in f32.
+const OPTIMISED: usize = 3 * 4;
 /// Bytes of a row's logits for each vocabulary entry: the student's and the parent's in f32, and their gradient.
 const LOGIT: usize = 4 + 4 + ENTRY;
 /// The backend takes logits in chunks of this many bytes in f32, or of as many rows when that is more.
@@ -94,7 +97,8 @@ impl Plan {
         Self { free }
     }
 
-    /// For training a student on sequences of `tokens` tokens, at most `sequences` of them together.
+    /// For training a student on sequences of `tokens` tokens, at most `sequences` of them together, as one of the ranks
+    /// of `layers`.
     ///
     /// # Errors
     /// When the device has no room for a single sequence.
@@ -104,6 +108,7 @@ impl Plan {
         student: &Architecture,
         tokens: usize,
         sequences: usize,
+        layers: Layers,
     ) -> Result<Training> {
         let Some(free) = self.free else {
             return Ok(Training {
@@ -115,7 +120,7 @@ impl Plan {
         };
         let whole = tokens.saturating_mul(sequences.max(1));
         let largest = MOST_ROWS.min(whole).max(tokens);
-        let need = |rows: usize| training_bytes(parent, student, rows);
+        let need = |rows: usize| training_bytes(parent, student, rows, layers);
         let inside = |rows: usize| all_saved_bytes(student, rows);
         let keeps_all = |rows: &usize| need(*rows).saturating_add(inside(*rows)) <= free;
         let rows = halves(largest, FEW_ROWS.max(tokens))
@@ -166,9 +171,17 @@ fn passing_bytes(model: &Architecture, rows: usize) -> usize {
 }
 
 /// What training holds with micro-batches of so many rows and nothing kept inside blocks, a tenth more for the gaps
-/// between.
-fn training_bytes(parent: &Architecture, student: &Architecture, rows: usize) -> usize {
-    let parameters = usize::try_from(student.parameters().total).unwrap_or(usize::MAX);
+/// between. A stage has a share of the parameters, with the embedding or the head at the ends, but as many
+/// micro-batches alive as there are stages; replicas share out what only the optimiser reads.
+fn training_bytes(parent: &Architecture, student: &Architecture, rows: usize, layers: Layers) -> usize {
+    let total = usize::try_from(student.parameters().total).unwrap_or(usize::MAX);
+    let parameters = match layers.stages {
+        0 | 1 => total,
+        stages => total
+            .div_ceil(stages)
+            .saturating_add(student.vocab_size.saturating_mul(student.hidden)),
+    };
+    let trained = TRAINED + OPTIMISED.div_ceil(layers.replicas.max(1));
     let inputs = rows
         .saturating_mul(student.hidden.saturating_mul(student.blocks.len()))
         .saturating_mul(ENTRY);
@@ -178,7 +191,7 @@ fn training_bytes(parent: &Architecture, student: &Architecture, rows: usize) ->
         .saturating_mul(2)
         .max(passing_bytes(parent, rows));
     let sum = parameters
-        .saturating_mul(TRAINED)
+        .saturating_mul(trained)
         .saturating_add(inputs)
         .saturating_add(states)
         .saturating_add(passing)
@@ -200,6 +213,11 @@ mod tests {
 
     use super::*;
 
+    const ALONE: Layers = Layers {
+        stages: 1,
+        replicas: 1,
+    };
+
     fn smollm2() -> Architecture {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../arch/tests/configs/smollm2-135m.json");
         let text = std::fs::read_to_string(path).unwrap();
@@ -218,7 +236,7 @@ mod tests {
 
     fn trained(free: u64) -> Result<Training> {
         let model = smollm2();
-        with_free(free).training(&model, &model, 512, 64)
+        with_free(free).training(&model, &model, 512, 64, ALONE)
     }
 
     #[test]
@@ -231,7 +249,7 @@ mod tests {
             "6M tokens of 576 entries are 7 GB: {plan:?}"
         );
         // 7.42 GiB were taken for 8 x 1024 with everything kept, and the parent is a little more.
-        let needed = training_bytes(&smollm2(), &smollm2(), 8192) + plan.activation_bytes;
+        let needed = training_bytes(&smollm2(), &smollm2(), 8192, ALONE) + plan.activation_bytes;
         assert!((7 << 30..12 << 30).contains(&needed), "{needed}");
         assert_eq!(with_free(139 << 30).rows(&smollm2()), 8192);
     }
@@ -251,8 +269,9 @@ mod tests {
             }
             assert!(plan.activation_bytes <= kept_before, "{plan:?}");
             (before, kept_before) = (plan.rows, plan.activation_bytes);
-            let all =
-                training_bytes(&smollm2(), &smollm2(), plan.rows) + plan.activation_bytes + plan.state_bytes;
+            let all = training_bytes(&smollm2(), &smollm2(), plan.rows, ALONE)
+                + plan.activation_bytes
+                + plan.state_bytes;
             assert!(all as u64 <= free, "{plan:?} in {mebibytes} MiB");
             assert!(plan.rows <= 2048 || plan.activation_bytes == all_saved_bytes(&smollm2(), plan.rows));
         }
@@ -272,7 +291,7 @@ mod tests {
         let plan = Plan::of(None);
         let model = smollm2();
         assert_eq!((plan.rows(&model), plan.logit_rows()), (2048, 64));
-        let training = plan.training(&model, &model, 64, 8).unwrap();
+        let training = plan.training(&model, &model, 64, 8, ALONE).unwrap();
         assert_eq!((training.rows, training.parent_rows), (512, 64));
     }
 
@@ -281,5 +300,15 @@ mod tests {
         assert_eq!(halves(8192, 2048).collect::<Vec<_>>(), [8192, 4096, 2048]);
         assert_eq!(halves(5000, 2048).collect::<Vec<_>>(), [5000, 2500, 2048]);
         assert_eq!(halves(100, 512).collect::<Vec<_>>(), [512]);
+    }
+
+    #[test]
+    fn ranks_share_out_what_a_student_takes() {
+        let model = smollm2();
+        let bytes = |stages, replicas| training_bytes(&model, &model, 512, Layers { stages, replicas });
+        let parameters = usize::try_from(model.parameters().total).unwrap();
+        let saved = bytes(1, 1) - bytes(1, 4);
+        assert_eq!(saved, (parameters * 9) * 11 / 10);
+        assert!(bytes(2, 1) < bytes(1, 1) && bytes(2, 2) < bytes(2, 1));
     }
 }

@@ -17,6 +17,9 @@ use crate::child::protocol::{Reply, Request};
 /// A timer that fires this much too late tells that this process itself was stopped meanwhile.
 const STALL: Duration = Duration::from_secs(2);
 
+/// A rank that is told to stop has nothing to save: the others wait for its device.
+const RANK_STOP_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// A larger output would not fit the coordinator's messages.
 const OUTPUT_BYTES: usize = espalier_proto::PAYLOAD_LIMIT_BYTES;
 
@@ -40,6 +43,7 @@ pub(super) struct Watch<'a> {
     /// When a child that was told to stop is killed.
     stop: Option<Instant>,
     stopping: bool,
+    stop_timeout: Duration,
     /// A rank that waits for the others of its gang makes no progress, and should not.
     waits_for_release: bool,
     /// Lines of the child's log that belong to attempts before.
@@ -61,6 +65,10 @@ impl<'a> Watch<'a> {
             hang: Instant::now() + options.hang_timeout,
             stop: None,
             stopping: false,
+            stop_timeout: match is_rank {
+                true => options.stop_timeout.min(RANK_STOP_TIMEOUT),
+                false => options.stop_timeout,
+            },
             waits_for_release: is_rank,
             lines_before,
         }
@@ -180,7 +188,7 @@ impl<'a> Watch<'a> {
                 self.stopping = true;
                 // One that writes a checkpoint takes its time: the agent's drain timeout bounds it.
                 if !checkpoint {
-                    self.stop = Some(Instant::now() + self.options.stop_timeout);
+                    self.stop = Some(Instant::now() + self.stop_timeout);
                 }
                 Request::Cancel { attempt, checkpoint }
             }

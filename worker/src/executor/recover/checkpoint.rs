@@ -1,0 +1,300 @@
+//! What an attempt leaves for the next: every rank's share of weights and moments, and a record that names them.
+//!
+//! A share is an artifact. The record is written last, by the first rank and under its attempt's number, once every
+//! rank has said what its share is called. Shares are read by any number of ranks. Where a device computes by itself a
+//! share is written by a thread beside training.
+
+use std::path::PathBuf;
+use std::thread::JoinHandle;
+
+use espalier_artifact::{BlockingStore, Name};
+use espalier_model::train::{Parts, Trainer, Writing};
+use espalier_proto::task::{ArtifactId, Recover};
+use serde::{Deserialize, Serialize};
+
+use super::team::Team;
+use crate::executor::Context;
+use crate::{Error, Result};
+
+/// The record of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Checkpoint {
+    /// Of every rank, in their order.
+    pub shares: Vec<ArtifactId>,
+    /// The guard's loss before the first step.
+    pub before: f64,
+    /// Of every step so far.
+    pub losses: Vec<f32>,
+    /// Spent on them.
+    pub seconds: f64,
+}
+
+/// A checkpoint whose share this rank is writing.
+#[derive(Debug)]
+pub(super) struct Begun {
+    share: Share,
+    before: f64,
+    losses: Vec<f32>,
+    seconds: f64,
+}
+
+#[derive(Debug)]
+enum Share {
+    Written(ArtifactId),
+    OnItsWay(OnItsWay),
+}
+
+/// A share that a thread writes. One that nobody waits for any more is waited for when it is dropped.
+#[derive(Debug)]
+struct OnItsWay(Option<JoinHandle<Result<ArtifactId>>>);
+
+impl OnItsWay {
+    /// Whether [`OnItsWay::finish`] would not wait.
+    fn is_done(&self) -> bool {
+        self.0.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    fn finish(mut self) -> Result<ArtifactId> {
+        let written = self.0.take().map(JoinHandle::join);
+        written.and_then(std::result::Result::ok).unwrap_or_else(|| {
+            Err(Error::Child {
+                reason: "the thread that writes a checkpoint has panicked".to_owned(),
+            })
+        })
+    }
+}
+
+impl Drop for OnItsWay {
+    fn drop(&mut self) {
+        if let Some(thread) = self.0.take() {
+            // Nobody asks what came of it.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The checkpoints of a task.
+pub(super) struct Checkpoints<'a, 'b> {
+    context: &'a Context<'b>,
+    team: &'a Team,
+    about: Name,
+    /// The last one of this attempt.
+    own: Option<Checkpoint>,
+}
+
+impl<'a, 'b> Checkpoints<'a, 'b> {
+    /// Those of attempts at the same question as `task`.
+    ///
+    /// # Errors
+    /// When the task cannot be written as JSON.
+    pub fn of(context: &'a Context<'b>, team: &'a Team, task: &Recover) -> Result<Self> {
+        // Of everything that decides the result; not of where an attempt starts from.
+        let asked = Recover {
+            resume: None,
+            ..task.clone()
+        };
+        let json = serde_json::to_vec(&asked).map_err(|error| Error::Invalid {
+            reason: error.to_string(),
+        })?;
+        Ok(Self {
+            context,
+            team,
+            about: Name::of(&json),
+            own: None,
+        })
+    }
+
+    /// The checkpoint that `task` names, else those that attempts have recorded, the one with the most steps first;
+    /// each with whose it is. Every rank gets what the first one finds.
+    ///
+    /// # Errors
+    /// When the store cannot be read, or a rank was lost.
+    pub fn earlier(&self, task: &Recover, steps: usize) -> Result<Vec<(Checkpoint, String)>> {
+        let found = match self.team.is_first() {
+            true => self.recorded(task, steps),
+            false => Ok(Vec::new()),
+        };
+        // The others must hear of an error, too, or they would wait.
+        let told = found
+            .as_ref()
+            .map_or_else(|error| Err(error.to_string()), |found| Ok(found.clone()));
+        match (self.team.first(told)?, found) {
+            (Ok(earlier), _) => Ok(earlier),
+            (Err(_), Err(error)) => Err(error),
+            (Err(reason), Ok(_)) => Err(Error::Child { reason }),
+        }
+    }
+
+    fn recorded(&self, task: &Recover, steps: usize) -> Result<Vec<(Checkpoint, String)>> {
+        let store = self.context.store;
+        let recorded = match &task.resume {
+            Some(artifact) => vec![("named by the task".to_owned(), store.get_bytes(&artifact.0)?)],
+            None => {
+                let records = store.records(&self.about)?.into_iter();
+                records
+                    .map(|(attempt, bytes)| (format!("of attempt {attempt}"), bytes))
+                    .collect()
+            }
+        };
+        let mut checkpoints = Vec::with_capacity(recorded.len());
+        for (whose, bytes) in recorded {
+            match serde_json::from_slice::<Checkpoint>(&bytes) {
+                Ok(checkpoint) if checkpoint.losses.len() <= steps => checkpoints.push((checkpoint, whose)),
+                Ok(_) | Err(_) => tracing::warn!(whose, "the record of a checkpoint cannot be read"),
+            }
+        }
+        checkpoints.sort_by_key(|(checkpoint, _)| std::cmp::Reverse(checkpoint.losses.len()));
+        Ok(checkpoints)
+    }
+
+    /// A checkpoint's shares, fetched.
+    ///
+    /// # Errors
+    /// When one is missing or damaged, or they do not belong together.
+    pub fn open(&self, checkpoint: &Checkpoint) -> Result<Parts> {
+        let fetch = |share: &ArtifactId| self.context.store.get_file(&share.0);
+        let paths = checkpoint.shares.iter().map(fetch);
+        let paths: Vec<PathBuf> = paths.collect::<std::result::Result<_, _>>()?;
+        Ok(Parts::open(&paths)?)
+    }
+
+    /// Begins to write what this rank keeps. [`Checkpoints::finish`] has to follow, on every rank.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn begin(&self, trainer: &Trainer, before: f64, losses: &[f32], seconds: f64) -> Result<Begun> {
+        let share = match self.context.operations.accelerator() {
+            // Beside the training there would be a copy of everything, which the host has no room for.
+            None => Share::Written(self.write(trainer)?),
+            Some(_) => {
+                let path = self.context.store.scratch_path()?;
+                let writing = trainer.save_beside(path.clone())?;
+                let store = self.context.store.location();
+                let thread = std::thread::spawn(move || take_in(&store, writing, path));
+                Share::OnItsWay(OnItsWay(Some(thread)))
+            }
+        };
+        let losses = losses.to_vec();
+        Ok(Begun {
+            share,
+            before,
+            losses,
+            seconds,
+        })
+    }
+
+    /// Writes what this rank keeps, now.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn write(&self, trainer: &Trainer) -> Result<ArtifactId> {
+        self.context.put_written(|path| trainer.save(path))
+    }
+
+    /// Records a checkpoint once every rank's share is there, and removes this rank's share of the one before.
+    ///
+    /// # Errors
+    /// When a share or the record cannot be written, or a rank was lost.
+    pub fn finish(&mut self, begun: Begun) -> Result<()> {
+        let share = match begun.share {
+            Share::Written(share) => share,
+            Share::OnItsWay(share) => share.finish()?,
+        };
+        let checkpoint = Checkpoint {
+            shares: self.team.gather(share)?,
+            before: begun.before,
+            losses: begun.losses,
+            seconds: begun.seconds,
+        };
+        if self.team.is_first() {
+            let json = serde_json::to_vec(&checkpoint).map_err(|error| Error::Invalid {
+                reason: error.to_string(),
+            })?;
+            let attempt = self.context.attempt;
+            self.context.store.set_record(&self.about, attempt, &json)?;
+        }
+        // Until the new one is recorded the one before is what an attempt would go on from.
+        self.team.meet()?;
+        let previous = self.own.replace(checkpoint);
+        self.discard(previous.as_ref());
+        Ok(())
+    }
+
+    /// Checkpoints are large, and only the last one matters. An attempt removes only what it wrote itself, and
+    /// only while no other's record names it: at the same step every attempt writes the same bytes, which are
+    /// stored once.
+    fn discard(&self, previous: Option<&Checkpoint>) {
+        if !self.team.is_first() {
+            return;
+        }
+        let Some(previous) = previous else { return };
+        let current = self
+            .own
+            .as_ref()
+            .map(|own| own.shares.as_slice())
+            .unwrap_or_default();
+        let removed = self.context.store.records(&self.about).and_then(|records| {
+            for share in previous.shares.iter().filter(|share| !current.contains(share)) {
+                // Whoever goes on from there removes it, or it is collected as garbage.
+                if !is_anothers(&records, self.context.attempt, share) {
+                    self.context.store.remove(&share.0)?;
+                }
+            }
+            Ok(())
+        });
+        if let Err(error) = removed {
+            tracing::warn!(%error, "an old checkpoint cannot be removed");
+        }
+    }
+}
+
+impl Begun {
+    /// Whether this rank's share is there, so that [`Checkpoints::finish`] does not wait for it.
+    pub fn is_written(&self) -> bool {
+        match &self.share {
+            Share::Written(_) => true,
+            Share::OnItsWay(share) => share.is_done(),
+        }
+    }
+}
+
+/// Takes a file in as an artifact once it is written. On an error nothing stays.
+fn take_in(store: &str, writing: Writing, path: PathBuf) -> Result<ArtifactId> {
+    let stored = writing
+        .finish()
+        .map_err(Error::from)
+        .and_then(|_| Ok(BlockingStore::open_existing(store)?.put_file(&path)?));
+    if stored.is_err() {
+        // The error that matters is the one above.
+        let _ = std::fs::remove_file(&path);
+    }
+    Ok(ArtifactId(stored?.to_string()))
+}
+
+/// Whether the record of another attempt names this artifact; what the record says of it does not matter.
+fn is_anothers<R: AsRef<[u8]>>(records: &[(u64, R)], own: u64, artifact: &ArtifactId) -> bool {
+    let name = artifact.0.as_bytes();
+    let names = |record: &[u8]| record.windows(name.len().max(1)).any(|window| window == name);
+    records
+        .iter()
+        .any(|(attempt, record)| *attempt != own && names(record.as_ref()))
+}
+
+#[cfg(test)]
+mod tests {
+    use espalier_proto::task::ArtifactId;
+
+    use super::is_anothers;
+
+    #[test]
+    fn a_checkpoint_is_anothers_while_the_record_of_another_attempt_names_it() {
+        let (ours, theirs) = (ArtifactId("ab".repeat(32)), ArtifactId("cd".repeat(32)));
+        let record = |share: &ArtifactId| format!("{{\"shares\":[\"{share}\"],\"losses\":[]}}");
+        let alone = [(7, record(&ours)), (3, record(&theirs))];
+        assert!(!is_anothers(&alone, 7, &ours));
+        let equal_steps = [(7, record(&ours)), (3, record(&ours))];
+        assert!(is_anothers(&equal_steps, 7, &ours));
+        assert!(!is_anothers(&equal_steps, 7, &theirs));
+    }
+}
