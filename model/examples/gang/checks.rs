@@ -66,14 +66,14 @@ impl Verdict {
         let apart = apart(found, expected);
         let figure = apart.map_or_else(
             || "a step is missing".to_owned(),
-            |apart| {
+            |(apart, _)| {
                 format!(
                     "losses of {} steps within {apart:.1e} of one rank's",
                     expected.len()
                 )
             },
         );
-        self.add(what, &figure, apart.is_some_and(|apart| apart <= BOUND));
+        self.add(what, &figure, apart.is_some_and(|(apart, _)| apart <= BOUND));
     }
 }
 

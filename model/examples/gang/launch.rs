@@ -150,12 +150,15 @@ pub(crate) fn whole(plan: &Plan) -> Result<Told> {
     Ok(told)
 }
 
-/// The largest relative difference between losses of the same steps; none where a step is missing.
-pub(crate) fn apart(found: &[(u32, f64)], expected: &[(u32, f64)]) -> Option<f64> {
-    let mut worst = 0.0_f64;
+/// The largest relative difference between losses of the same steps, and where; none where a step is missing.
+pub(crate) fn apart(found: &[(u32, f64)], expected: &[(u32, f64)]) -> Option<(f64, u32)> {
+    let mut worst = (0.0, 0);
     for (step, loss) in expected {
         let (_, other) = found.iter().find(|(found, _)| found == step)?;
-        worst = worst.max((other / loss - 1.0).abs());
+        let difference = (other / loss - 1.0).abs();
+        if difference.is_nan() || difference > worst.0 {
+            worst = (difference, *step);
+        }
     }
     Some(worst)
 }

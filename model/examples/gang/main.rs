@@ -24,7 +24,7 @@ fn main() -> ExitCode {
         ["rank", plan, number] => rank::run(plan, number),
         ["cpu"] => checks::run(),
         ["gpu", parts @ ..] => gpu::run(parts),
-        _ => Err("usage: gang cpu | gang gpu [scaling] [stages] [large] [disturbed]".into()),
+        _ => Err("usage: gang cpu | gang gpu [scaling] [stages] [replicas] [large] [disturbed]".into()),
     };
     match ended {
         Ok(()) => ExitCode::SUCCESS,
