@@ -293,15 +293,24 @@ impl Trainer {
     }
 
     /// One step over `batches` together: the gradient of their mean loss, clipped, then AdamW. Waits for the
-    /// device; when it fails the student is as it was before. For one rank: others' predictions count, too.
+    /// device; when it fails the student is as it was before. On one rank, or stages without replicas, which all
+    /// have the same batches.
     ///
     /// # Errors
-    /// When there is nothing to predict, shapes disagree, or loss or gradient are not finite.
+    /// When there is nothing to predict, shapes disagree, or loss or gradient are not finite; also where there are
+    /// replicas, whose predictions count, too.
     pub fn step(
         &mut self,
         batches: &[MicroBatch<'_>],
         hyperparameters: &Hyperparameters,
     ) -> Result<StepReport> {
+        if let Some((grid, _)) = self.grid.as_ref().and_then(Grid::shared) {
+            return Err(Error::OutOfRange {
+                what: "replicas of a step that counts its own predictions",
+                value: grid.layers().replicas,
+                expected: "1; else Trainer::accumulate_all, with those of all replicas".to_owned(),
+            });
+        }
         let predictions: usize = batches.iter().map(MicroBatch::predictions).sum();
         self.accumulate_all(batches, predictions)?;
         let before = self.steps;

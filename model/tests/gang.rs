@@ -456,3 +456,89 @@ fn a_stage_in_the_wrong_place_is_refused_before_anything_is_exchanged() {
         "{error}"
     );
 }
+
+#[test]
+fn a_loss_that_is_not_finite_on_one_rank_leaves_every_rank_as_it_was() {
+    let untied = Case { tied: false, ..TEXT };
+    for (case, way) in [(TEXT, (1, 3)), (untied, (2, 2))] {
+        let way = layers(way);
+        let runs = local::run(way.stages * way.replicas, DEADLINE, |gang| {
+            let mut trainer = joined(&gang, case, way, 700);
+            let replica = gang.rank() % way.replicas;
+            let before = weights(&trainer);
+            let texts = texts(0);
+            let predictions = 4 * batches(&texts, Lesson::Text)[0].predictions();
+            let operations = operations();
+            let values = if replica == 1 { [f32::NAN; 240] } else { [0.5; 240] };
+            let (hidden, head) = (operations.upload(&values, 10, 24)?, student(case).head().clone());
+            let broken = MicroBatch {
+                objective: Objective::Distil {
+                    hidden: &hidden,
+                    head: &head,
+                },
+                ..batches(&texts, Lesson::Text)[0]
+            };
+            trainer.accumulate_all(&[broken], predictions)?;
+            let error = trainer
+                .update(&hyperparameters(), predictions)?
+                .read()
+                .unwrap_err();
+            assert!(error.to_string().contains("the loss is not finite"), "{error}");
+            assert!(weights(&trainer) == before);
+            assert!(trainer.gradients().tensors().iter().all(|(_, gradient)| {
+                let values = operations.download(gradient).unwrap();
+                values.iter().all(|value| *value == 0.0)
+            }));
+            // AdamW counts the step that was not made.
+            Ok(train(&mut trainer, case, 1..3, (replica, way.replicas)).losses)
+        });
+        let runs = runs.unwrap();
+        assert!(runs[0].iter().all(|loss| loss.is_finite()));
+        assert!(runs.iter().all(|losses| *losses == runs[0]));
+    }
+}
+
+#[test]
+fn a_rank_that_cannot_go_on_ends_the_others_and_is_the_one_that_is_blamed() {
+    for way in [(1, 2), (2, 1)] {
+        let way = layers(way);
+        let error = local::run(2, DEADLINE, |gang| {
+            let mut trainer = joined(&gang, TEXT, way, 700);
+            let mut texts = texts(0);
+            if gang.rank() == 1 {
+                // Not even a layout: it notices before it exchanges anything.
+                texts[0].0.pop();
+            }
+            let all = batches(&texts, Lesson::Text);
+            trainer.accumulate_all(&all[..2], 100)?;
+            trainer.update(&hyperparameters(), 100)?.read().map(drop)
+        });
+        let error = error.unwrap_err().to_string();
+        assert!(
+            error.contains("expected 2 sequences of 5 tokens"),
+            "{way:?}: {error}"
+        );
+    }
+}
+
+#[test]
+fn what_would_be_wrong_without_a_word_is_refused() {
+    let error = local::run(2, DEADLINE, |gang| {
+        let mut trainer = joined(&gang, TEXT, layers((1, 2)), 700);
+        let texts = texts(0);
+        let all = batches(&texts, Lesson::Text);
+        let alone = trainer.step(&all, &hyperparameters()).unwrap_err().to_string();
+        assert!(alone.contains("Trainer::accumulate_all"), "{alone}");
+        trainer.accumulate_all(&all[..1], 100)?;
+        trainer.accumulate(&all[1], 100)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("an update first"), "{error}");
+    let mut lonely = Trainer::new(operations(), &student(TEXT), 0).unwrap();
+    let texts = texts(0);
+    let error = lonely
+        .accumulate(&batches(&texts, Lesson::Distil)[0], 100)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("Trainer::with_parent"), "{error}");
+}

@@ -22,5 +22,6 @@ skipped here, each a target of its own: check-simulation (a thousand seeds; six 
 check-damage (every offset; a sample runs here), check-chaos, check-kill and check-lost-coordinator (minutes of
 killing), check-dispatch and check-restart (release builds and quiet), check-parity (PyTorch and transformers),
 check-solver (HiGHS), check-scores (DATA=DIR), check-cpu-speed (PyTorch), check-bad-input and demo (fetch SmolLM2),
-lint-deny (cargo-deny), check-kernels for every architecture (Hopper's commonest run here), check-gpu-ops, check-gpu-train (a GPU)
+lint-deny (cargo-deny), check-kernels for every architecture (Hopper's commonest run here), check-gpu-ops,
+check-gpu-train, check-gpu-forward (a GPU), check-gpu-gang (two)
 SKIPPED
