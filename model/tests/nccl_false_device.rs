@@ -269,6 +269,38 @@ fn alone() {
 }
 
 #[test]
+fn a_call_that_needs_a_rank_which_has_left_ends_soon() {
+    assert!(matches!(aborts_of("left", &[]), None | Some(1 | 2)));
+}
+
+#[test]
+#[ignore = "runs in a process of its own, started by the others"]
+fn left() {
+    let options = Options {
+        silence: Duration::from_secs(2),
+        ..patient()
+    };
+    let begun = Instant::now();
+    let results = run(2, &options, |rank| {
+        let all = rank.gang.communicator(&[0, 1])?;
+        all.all_reduce(rank.tensor(&[1.0], 1)?)?.wait()?;
+        match rank.gang.rank() {
+            0 => all.all_reduce(rank.tensor(&[1.0], 1)?)?.wait().map(drop),
+            _ => Ok(()),
+        }
+    });
+    assert!(begun.elapsed() < PATIENT / 2);
+    let error = results.into_iter().next().unwrap().unwrap_err();
+    assert!(
+        matches!(
+            &error,
+            espalier_model::Error::Gang(Error::RankLost { rank: 1, .. })
+        ),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_machine_without_nccl_is_told_what_to_install() {
     let directory = tempfile::tempdir().unwrap();
     if build_device(directory.path()) {

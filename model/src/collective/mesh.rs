@@ -193,7 +193,8 @@ impl Mesh {
     /// Every rank's bytes, in the order of the ranks; every rank must call it.
     ///
     /// # Errors
-    /// When the mesh breaks, a call takes too long, or the bytes are more than [`EXCHANGED`].
+    /// When the mesh breaks, a call takes too long, or a rank has left, all of which breaks it for every rank; when the
+    /// bytes are more than [`EXCHANGED`].
     pub fn exchange(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
         if bytes.len() > EXCHANGED {
             return Err(Error::TooLong {
@@ -201,7 +202,13 @@ impl Mesh {
                 most: EXCHANGED,
             });
         }
-        let exchanging = self.exchanging.lock().unwrap_or_else(PoisonError::into_inner);
+        let _exchanging = self.exchanging.lock().unwrap_or_else(PoisonError::into_inner);
+        // A rank that goes without an answer does not do the next thing either: the others must not wait for it.
+        self.exchanged(bytes)
+            .inspect_err(|error| self.give_up(error.clone()))
+    }
+
+    fn exchanged(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
         let deadline = Instant::now() + self.options().call;
         let others = || (0..self.size()).filter(|&other| other != self.rank());
         for other in others() {
@@ -229,8 +236,10 @@ impl Mesh {
             while (place.len() as u64) < length {
                 place.extend(self.receive(other, EXCHANGE, "exchange", deadline)?);
             }
+            if place.len() as u64 > length {
+                return Err(self.nonsense(other, format!("more than the {length} bytes that it exchanges")));
+            }
         }
-        drop(exchanging);
         Ok(all)
     }
 
@@ -248,6 +257,14 @@ impl Mesh {
         deadline: Instant,
     ) -> Result<Vec<u8>, Error> {
         self.shared.receive(from, lane, operation, deadline)
+    }
+
+    /// An error if `rank` has left, for whoever still wants something of it.
+    pub(super) fn expect_present(&self, rank: usize) -> Result<(), Error> {
+        match self.shared.has_left(rank) {
+            true => Err(self.shared.lost(rank, Loss::Left)),
+            false => Ok(()),
+        }
     }
 
     /// Breaks the mesh because of what `rank` sent.

@@ -74,7 +74,10 @@ static int call(Comm *comm, Call what) {
     int fails = what.kind != JOIN && what.kind != FINISH && fail && ++calls >= atol(fail);
     group->calls[comm->rank] = what;
     group->begun[comm->rank]++;
-    if (++group->waiting == group->size) {
+    int same = 1;
+    for (int rank = 0; rank < group->size; rank++) same &= group->calls[rank].kind == what.kind;
+    /* Ranks that call different things wait for ever. */
+    if (++group->waiting == group->size && same) {
         carry_out(group);
         group->waiting = 0;
         group->done++;

@@ -120,6 +120,10 @@ impl Shared {
         self.state().is_closed
     }
 
+    pub(super) fn has_left(&self, rank: usize) -> bool {
+        self.state().left.contains(&rank)
+    }
+
     pub(super) fn check(&self) -> Result<(), Error> {
         self.state().check()
     }

@@ -343,11 +343,22 @@ impl Works {
         let begun = Instant::now();
         while !link.is_ready()? {
             self.members.mesh.check()?;
-            let waited = begun.elapsed();
-            if waited > self.members.mesh.options().call {
-                return Err(Error::Deadline { operation, waited }.into());
-            }
+            self.in_time(operation, begun)?;
             std::thread::sleep(pause);
+        }
+        Ok(())
+    }
+
+    /// An error if what began then should have ended: at the deadline, or soon after a rank that it needs has left.
+    fn in_time(&self, operation: &'static str, since: Instant) -> Result<()> {
+        let (mesh, waited) = (&self.members.mesh, since.elapsed());
+        if waited > mesh.options().call {
+            return Err(Error::Deadline { operation, waited }.into());
+        }
+        if waited > mesh.options().silence {
+            for rank in self.purpose.ranks(&self.members) {
+                mesh.expect_present(self.members.in_gang(rank))?;
+            }
         }
         Ok(())
     }
@@ -419,12 +430,7 @@ impl Works {
                 self.under_way.pop_front();
                 continue;
             }
-            let waited = first.since.elapsed();
-            if waited > self.members.mesh.options().call {
-                let operation = first.name;
-                return Err(Error::Deadline { operation, waited }.into());
-            }
-            break;
+            return self.in_time(first.name, first.since);
         }
         Ok(())
     }
