@@ -132,25 +132,47 @@ fn scaling() -> Result<bool> {
 }
 
 /// Two stages beside one rank: a 1.2B Llama, 4 micro-batches of 1 x 2048 a step, whose head is its embedding, which
-/// both stages hold; and the 135M shape with a head of its own, where nothing is added up in another order.
+/// both stages hold; and the 135M shape with a head of its own, where nothing is added up in another order, from text
+/// and from a parent that is cut into stages, too.
 fn stages() -> Result<bool> {
     let large = llama(2048, 16, 32, 8, 8192, 128_256, true);
     let small = llama(576, 30, 9, 3, 1536, 49_152, false);
+    let parent = llama(768, 20, 12, 4, 2048, 49_152, true);
     let layers = (2, 1);
-    let tied = beside_one("1.2B, tied", &large, layers, 2048, 50)?;
-    Ok(beside_one("135M, untied", &small, layers, 1024, 50)? && tied)
+    let mut holds = beside_one("1.2B, tied", &large, None, layers, 2048, 50)?;
+    holds &= beside_one("135M, untied", &small, None, layers, 1024, 50)?;
+    holds &= beside_one(
+        "135M, untied, from a parent",
+        &small,
+        Some(&parent),
+        layers,
+        1024,
+        50,
+    )?;
+    Ok(holds)
 }
 
 /// Replicas beside one rank that is given what both are.
 fn replicas() -> Result<bool> {
     let small = llama(576, 30, 9, 3, 1536, 49_152, true);
-    beside_one("135M, tied", &small, (1, 2), 1024, 50)
+    let parent = llama(768, 20, 12, 4, 2048, 49_152, true);
+    let layers = (1, 2);
+    let text = beside_one("135M, tied", &small, None, layers, 1024, 50)?;
+    Ok(beside_one(
+        "135M, tied, from a parent",
+        &small,
+        Some(&parent),
+        layers,
+        1024,
+        50,
+    )? && text)
 }
 
 /// `layers` of ranks beside one rank alone, every step with text of its own.
 fn beside_one(
     what: &str,
     student: &Value,
+    parent: Option<&Value>,
     (stages, replicas): (usize, usize),
     tokens: usize,
     steps: u32,
@@ -160,6 +182,7 @@ fn beside_one(
         sequences: 1,
         tokens,
         period: steps,
+        parent: parent.cloned(),
         ..plan(stages, replicas, student.clone(), steps)
     };
     let (one, all) = (whole(&of(1, 1))?, whole(&of(stages, replicas))?);
@@ -189,14 +212,19 @@ fn beside_one(
     Ok(holds)
 }
 
-/// About 10.7B parameters, 18 bytes each of training state.
+/// About 10.7B parameters, 18 bytes each of training state: more than one H200 has. Ranks that share a GPU train
+/// half of its layers.
 fn large() -> Result<bool> {
+    let (layers, billions) = match std::env::var_os("GANG_DEVICE") {
+        None => (48, 10.7),
+        Some(_) => (24, 5.5),
+    };
     let told = whole(&Plan {
         micro_batches: 4,
         sequences: 1,
         tokens: 2048,
         period: 1,
-        ..plan(2, 1, llama(4096, 48, 32, 8, 14_336, 32_000, false), 10)
+        ..plan(2, 1, llama(4096, layers, 32, 8, 14_336, 32_000, false), 10)
     })?;
     let (first, last) = (
         told.losses.first().map_or(f64::NAN, |loss| loss.1),
@@ -212,7 +240,7 @@ fn large() -> Result<bool> {
     let mut seconds = told.seconds;
     seconds.sort_by(f64::total_cmp);
     println!(
-        "{} a 10.7B Llama over two GPUs: losses {}; {:.2} s a step; GiB taken on each: {}",
+        "{} a {billions}B Llama over two ranks: losses {}; {:.2} s a step; GiB taken on each: {}",
         verdict(holds),
         losses.join(" "),
         seconds.get(seconds.len() / 2).copied().unwrap_or(f64::NAN),
