@@ -29,6 +29,8 @@ pub const COMMAND: &str = "device-look";
 pub struct Machine {
     /// The CUDA version that the driver supports; none without a driver.
     pub cuda: Option<String>,
+    /// The driver's own version, where its kernel module tells it.
+    pub driver: Option<String>,
     /// Why there is no GPU that can be used, where that follows from the driver.
     pub refusal: Option<String>,
     /// Whether there is no driver at all, as on a machine that was never meant to have GPUs.
@@ -59,6 +61,9 @@ pub fn look() -> Machine {
     match cuda::discover() {
         Ok(survey) => Machine {
             cuda: Some(survey.driver.to_string()),
+            driver: std::fs::read_to_string("/proc/driver/nvidia/version")
+                .ok()
+                .and_then(|text| module_version(&text)),
             gpus: survey.devices.into_iter().map(gpu).collect(),
             ..Machine::default()
         },
@@ -68,6 +73,13 @@ pub fn look() -> Machine {
             ..Machine::default()
         },
     }
+}
+
+/// The first word of dotted numbers: `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  …`.
+fn module_version(text: &str) -> Option<String> {
+    let is_version =
+        |word: &&str| word.contains('.') && word.split('.').all(|part| part.parse::<u32>().is_ok());
+    text.split_whitespace().find(is_version).map(str::to_owned)
 }
 
 fn gpu(surveyed: cuda::Surveyed) -> Gpu {
@@ -379,6 +391,14 @@ mod tests {
         let unasked = || -> Result<Machine> { panic!("it is not asked for GPUs") };
         let chosen = choose(&[Wanted::Cpu], shares, unasked).unwrap();
         assert_eq!((chosen[0].kind.as_str(), chosen[0].threads), ("cpu", 9));
+    }
+
+    #[test]
+    fn the_drivers_version_is_found_in_what_its_module_says() {
+        let text =
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (a@b)\nGCC";
+        assert_eq!(module_version(text).as_deref(), Some("580.159.04"));
+        assert_eq!(module_version("no version at all."), None);
     }
 
     #[test]

@@ -16,7 +16,7 @@ pub(crate) fn devices(processor: &DeviceOptions, machine: &Machine) -> Listing {
             "FREE",
             "IN USE",
             "CAPABILITY",
-            "CUDA",
+            "DRIVER",
             "USABLE",
         ],
         narrow: 8,
@@ -41,8 +41,12 @@ pub(crate) fn devices(processor: &DeviceOptions, machine: &Machine) -> Listing {
         below: None,
     };
     let cuda = machine.cuda.clone().unwrap_or_default();
+    let driver = match &machine.driver {
+        Some(driver) => format!("{driver}, CUDA {cuda}"),
+        None => format!("CUDA {cuda}"),
+    };
     for gpu in &machine.gpus {
-        listing.rows.push(row(gpu, &cuda));
+        listing.rows.push(row(gpu, &driver));
         listing.values.push(json!({
             "id": id(gpu),
             "kind": "cuda",
@@ -52,6 +56,7 @@ pub(crate) fn devices(processor: &DeviceOptions, machine: &Machine) -> Listing {
             "in_use_bytes": in_use(gpu),
             "compute_capability": gpu.capability,
             "cuda_version": cuda,
+            "driver_version": machine.driver,
             "usable": gpu.unusable.is_none(),
             "reason": gpu.unusable,
         }));
@@ -59,7 +64,7 @@ pub(crate) fn devices(processor: &DeviceOptions, machine: &Machine) -> Listing {
     listing
 }
 
-fn row(gpu: &Gpu, cuda: &str) -> Vec<String> {
+fn row(gpu: &Gpu, driver: &str) -> Vec<String> {
     vec![
         id(gpu),
         gpu.name.clone(),
@@ -67,7 +72,7 @@ fn row(gpu: &Gpu, cuda: &str) -> Vec<String> {
         gibibytes(gpu.free_bytes),
         gibibytes(in_use(gpu)),
         gpu.capability.clone(),
-        cuda.to_owned(),
+        driver.to_owned(),
         gpu.unusable.clone().unwrap_or_else(|| "yes".to_owned()),
     ]
 }
@@ -103,6 +108,7 @@ mod tests {
         };
         let machine = Machine {
             cuda: Some("13.0".to_owned()),
+            driver: Some("580.159.04".to_owned()),
             gpus: vec![gpu],
             ..Machine::default()
         };
@@ -116,7 +122,7 @@ mod tests {
             "20.5 GiB",
             "119.5 GiB",
             "9.0",
-            "13.0",
+            "580.159.04, CUDA 13.0",
             "GPU 1 is full",
         ];
         assert_eq!(shown, expected);
