@@ -14,7 +14,7 @@ use espalier_worker::agent::core::{DeviceEvent, Ended};
 use espalier_worker::agent::device::Command;
 use espalier_worker::agent::memory::processes_of_group;
 
-use support::{Device, children_of, lease, long_profile, signal, stand_in};
+use support::{Device, children_of, lease, long_profile, shared_recovery, signal, stand_in};
 
 /// Longer than any of these may take.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -127,7 +127,7 @@ async fn a_store_that_is_not_mounted_is_refused_and_what_was_put_beside_it_is_no
 }
 
 #[tokio::test]
-async fn a_rank_stands_ready_is_released_and_refuses_what_it_cannot_do() {
+async fn a_rank_refuses_what_it_cannot_do_and_stands_ready_until_its_generation_ends() {
     let mut device = Device::start("child");
     let gang = Gang {
         generation: 1,
@@ -135,20 +135,13 @@ async fn a_rank_stands_ready_is_released_and_refuses_what_it_cannot_do() {
         ranks: 2,
     };
     device.run(1, &long_profile(), Some(gang)).await;
-    let address = device.wait_for_address().await;
-    std::net::TcpStream::connect(&address).expect("the rank listens where it says");
-    let release = Command::Release {
-        lease: lease(1),
-        communicator: "job-1/1".to_owned(),
-        addresses: vec!["127.0.0.1:1".to_owned(), address],
-    };
-    device.commands.send(release).await.unwrap();
     let failure = device.failure(1).await;
     assert_eq!(failure.kind, FailureKind::Invalid);
     assert!(failure.message.contains("2 ranks"), "{failure:?}");
 
-    device.run(2, &long_profile(), Some(gang)).await;
-    device.wait_for_address().await;
+    device.run(2, &shared_recovery(), Some(gang)).await;
+    let address = device.wait_for_address().await;
+    std::net::TcpStream::connect(&address).expect("the rank listens where it says");
     let stop = Command::Stop {
         lease: lease(2),
         checkpoint: false,

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use espalier_arch::{Architecture, BlockShape};
-use espalier_proto::task::{Failure, Profile, Progress, TaskSpec};
+use espalier_arch::{Architecture, BlockShape, Candidate};
+use espalier_proto::task::{Failure, ParentRef, Profile, Progress, Recipe, Recover, TaskSpec};
 use espalier_proto::v1::{Assign, Gang, Lease};
 use espalier_search::{Point, Workload};
 use espalier_worker::agent::core::{DeviceEvent, Ended, Run};
@@ -67,6 +67,34 @@ pub fn long_profile() -> TaskSpec {
             concurrency: 1,
         },
         rounds: 64,
+    })
+}
+
+/// A recovery by two ranks, of a parent that is not there: it is looked for once both are released.
+pub fn shared_recovery() -> TaskSpec {
+    TaskSpec::Recover(Recover {
+        parent: ParentRef {
+            source: "nowhere".to_owned(),
+            fingerprint: "none".to_owned(),
+            permutation: None,
+        },
+        candidate: Candidate { variants: Vec::new() },
+        shards: Vec::new(),
+        recipe: Recipe {
+            tokens: 1,
+            batch_sequences: 1,
+            learning_rate: 1e-3,
+            warmup: 0.1,
+            final_share: 0.1,
+            clip: 1.0,
+            betas: (0.9, 0.95),
+            weight_decay: 0.0,
+            checkpoint_steps: 1,
+            seed: 1,
+            ranks: 2,
+            pipeline_stages: 1,
+        },
+        resume: None,
     })
 }
 
