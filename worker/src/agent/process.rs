@@ -94,6 +94,7 @@ impl Process {
             .args(device_arguments(device))
             .env("RAYON_NUM_THREADS", device.threads.to_string())
             .envs(mark.variables())
+            .envs(device_variables(device))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -297,6 +298,14 @@ fn device_arguments(device: &DeviceOptions) -> Vec<String> {
         arguments.extend(["--memory-limit".to_owned(), limit.to_string()]);
     }
     arguments
+}
+
+/// Replicas and stages of a gang have many streams, which with fewer connections hold each other up. Whoever has set
+/// their number keeps it.
+fn device_variables(device: &DeviceOptions) -> Option<(&'static str, &'static str)> {
+    const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+    let is_open = device.device() != Device::Cpu && std::env::var_os(CONNECTIONS).is_none();
+    is_open.then_some((CONNECTIONS, "32"))
 }
 
 /// A line as the child's protocol has it; none when there is no more.

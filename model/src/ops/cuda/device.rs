@@ -17,6 +17,7 @@ use super::memory::Pool;
 use super::stream::Stream;
 use super::transfer::{Landing, Plain, Staging};
 use super::{cache, library};
+use crate::collective::mesh;
 
 /// The least compute capability that the kernels run on: bf16 and asynchronous copies (Ampere).
 const LEAST_CAPABILITY: Version = Version { major: 8, minor: 0 };
@@ -141,7 +142,8 @@ fn ready(info: &mut DeviceInfo, device: driver::Device) -> Result<Arc<Context>> 
 pub struct Options {
     /// Bytes that tensors may take; none: what is free when the device is opened, less a reserve.
     pub memory_limit: Option<u64>,
-    /// How long any single wait for the device may take.
+    /// How long any single wait for the device may take; it may be for a slower rank, as long as a mesh's calls may
+    /// take.
     pub deadline: Duration,
     /// Where compiled kernels are kept; none: nowhere.
     pub cache: Option<PathBuf>,
@@ -157,7 +159,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             memory_limit: None,
-            deadline: Duration::from_secs(60),
+            deadline: mesh::Options::default().call,
             cache: cache::default_directory(),
             tune: false,
             plain_attention: false,
