@@ -162,6 +162,27 @@ impl DeviceOptions {
         self.id.parse().unwrap_or(Device::Cpu)
     }
 
+    /// Tells a child which GPU is its; one of the processor needs no telling.
+    pub(super) fn arguments(&self) -> Vec<String> {
+        let device = self.device();
+        if device == Device::Cpu {
+            return Vec::new();
+        }
+        let mut arguments = vec!["--device".to_owned(), device.to_string()];
+        if let Some(limit) = self.memory_limit {
+            arguments.extend(["--memory-limit".to_owned(), limit.to_string()]);
+        }
+        arguments
+    }
+
+    /// What its child finds in its environment. Replicas and stages of a gang have many streams, which with fewer
+    /// connections hold each other up. Whoever has set their number keeps it.
+    pub(super) fn variables(&self) -> Option<(&'static str, &'static str)> {
+        const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+        let is_open = self.device() != Device::Cpu && std::env::var_os(CONNECTIONS).is_none();
+        is_open.then_some((CONNECTIONS, "32"))
+    }
+
     pub(super) fn announce(&self) -> v1::Device {
         v1::Device {
             id: self.id.clone(),

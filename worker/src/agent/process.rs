@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use espalier_model::Device;
 use espalier_proto::task::{Failure, FailureKind};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
@@ -91,10 +90,10 @@ impl Process {
         let mut command = Command::new(&program);
         command
             .args(&options.arguments)
-            .args(device_arguments(device))
+            .args(device.arguments())
             .env("RAYON_NUM_THREADS", device.threads.to_string())
             .envs(mark.variables())
-            .envs(device_variables(device))
+            .envs(device.variables())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -285,27 +284,6 @@ impl Drop for Process {
     fn drop(&mut self) {
         self.kill_group();
     }
-}
-
-/// Tells a child which GPU is its; one of the processor needs no telling.
-fn device_arguments(device: &DeviceOptions) -> Vec<String> {
-    let which = device.device();
-    if which == Device::Cpu {
-        return Vec::new();
-    }
-    let mut arguments = vec!["--device".to_owned(), which.to_string()];
-    if let Some(limit) = device.memory_limit {
-        arguments.extend(["--memory-limit".to_owned(), limit.to_string()]);
-    }
-    arguments
-}
-
-/// Replicas and stages of a gang have many streams, which with fewer connections hold each other up. Whoever has set
-/// their number keeps it.
-fn device_variables(device: &DeviceOptions) -> Option<(&'static str, &'static str)> {
-    const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
-    let is_open = device.device() != Device::Cpu && std::env::var_os(CONNECTIONS).is_none();
-    is_open.then_some((CONNECTIONS, "32"))
 }
 
 /// A line as the child's protocol has it; none when there is no more.
