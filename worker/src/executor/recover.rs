@@ -17,7 +17,9 @@ use std::time::Instant;
 
 use espalier_model::ops::Layout;
 use espalier_model::ops::cpu::CpuOperations;
-use espalier_model::train::{Grid, Hyperparameters, MicroBatch, Objective, Schedule, Step, Trainer, split};
+use espalier_model::train::{
+    Grid, Hyperparameters, MicroBatch, Objective, Parts, Schedule, Step, Trainer, split,
+};
 use espalier_model::{Model, StageWeights, Tensor};
 use espalier_proto::task::{ArtifactId, Recipe, Recover, Recovered};
 
@@ -75,6 +77,11 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Recover) ->
     // States that an earlier recovery left stay where there is room for them.
     let plan = context.plan().with_more(caches.state_bytes());
     let training = plan.training(parent, &student, corpus.sequence_tokens, batch, team.layers())?;
+    // Of what is free on this rank's device; stages must take the same micro-batches.
+    let training = Training {
+        rows: team.least(training.rows)?,
+        ..training
+    };
     caches.shrink_states(training.state_bytes);
     tracing::debug!(?training, "how much the device takes at a time");
     let attempt = Attempt {
@@ -105,6 +112,18 @@ fn validate(recipe: &Recipe) -> Result<()> {
 
 impl Attempt<'_, '_> {
     fn train(&self, caches: &mut Caches) -> Result<Recovered> {
+        // Outlives what goes wrong: a share on its way is waited for, but not by the other ranks.
+        let mut leaving = None;
+        let trained = self.train_on(caches, &mut leaving);
+        // One that is stopped has left a checkpoint with the others, or is stopped with them.
+        trained.inspect_err(|error| {
+            if !matches!(error, Error::Cancelled) {
+                self.team.give_up();
+            }
+        })
+    }
+
+    fn train_on(&self, caches: &mut Caches, leaving: &mut Option<Begun>) -> Result<Recovered> {
         let untrained = self.resident.model.slice(&self.task.candidate)?;
         let mut checkpoints = Checkpoints::of(self.context, &self.team, self.task)?;
         let mut course = self.begin(caches, &checkpoints, &untrained)?;
@@ -112,7 +131,6 @@ impl Attempt<'_, '_> {
         let order = Order::new(self.corpus.len(), self.task.recipe.seed);
         // On a device that computes by itself a step is read when the next one is on its way.
         let mut unread: Option<Step> = None;
-        let mut leaving: Option<Begun> = None;
         for begun in course.losses.len() + 1..=self.steps {
             let step = self.step(caches, &mut course.trainer, &order, begun - 1)?;
             if let Some(previous) = unread.replace(step) {
@@ -125,7 +143,7 @@ impl Attempt<'_, '_> {
             if let Some(step) = unread.take_if(|step| last || due || step.is_ready()) {
                 self.note(&mut course.losses, step)?;
             }
-            self.keep(&mut checkpoints, &mut leaving, &course, due, asked)?;
+            self.keep(&mut checkpoints, leaving, &course, due, asked)?;
             if asked {
                 tracing::info!(
                     step = course.losses.len(),
@@ -207,9 +225,7 @@ impl Attempt<'_, '_> {
     /// What the first rank writes; the others wait for it.
     fn write_once(&self, write: impl FnOnce() -> Result<ArtifactId>) -> Result<ArtifactId> {
         let written = self.team.is_first().then(write).transpose()?;
-        self.team.first(written)?.ok_or_else(|| Error::Child {
-            reason: "the first rank has written no weights".to_owned(),
-        })
+        self.team.first(written)
     }
 
     fn write(&self, model: &Model) -> Result<ArtifactId> {
@@ -264,15 +280,7 @@ impl Attempt<'_, '_> {
         // Ranks find each other once, whatever becomes of the checkpoints.
         let mut grid = self.team.grid()?;
         for (checkpoint, whose) in checkpoints.earlier(self.task, self.steps)? {
-            let opened = checkpoints.open(&checkpoint).and_then(|parts| {
-                if *parts.architecture() == untrained.architecture {
-                    return Ok(parts);
-                }
-                Err(Error::Content {
-                    artifact: checkpoint.shares.iter().map(ToString::to_string).collect(),
-                    reason: "it is of a model of another shape".to_owned(),
-                })
-            });
+            let opened = self.opened(checkpoints, &checkpoint, untrained);
             if let Err(error) = &opened {
                 // Its attempt may be at work yet and have replaced it, or somebody may have damaged it.
                 tracing::warn!(%error, whose, "a checkpoint cannot be used");
@@ -306,6 +314,29 @@ impl Attempt<'_, '_> {
             losses: Vec::new(),
             earlier_seconds: 0.0,
             begun: Instant::now(),
+        })
+    }
+
+    /// A checkpoint's shares, of the student's shape and the step that the record says.
+    fn opened(
+        &self,
+        checkpoints: &Checkpoints<'_, '_>,
+        checkpoint: &Checkpoint,
+        untrained: &Model,
+    ) -> Result<Parts> {
+        let parts = checkpoints.open(checkpoint)?;
+        let (steps, recorded) = (parts.steps(), checkpoint.losses.len());
+        let reason = if *parts.architecture() != untrained.architecture {
+            "it is of a model of another shape".to_owned()
+        } else if usize::try_from(steps) != Ok(recorded) {
+            format!("it is of step {steps}, expected {recorded}, of which its record has the losses")
+        } else {
+            return Ok(parts);
+        };
+        let shares: Vec<&str> = checkpoint.shares.iter().map(|share| share.0.as_str()).collect();
+        Err(Error::Content {
+            artifact: shares.join(", "),
+            reason,
         })
     }
 

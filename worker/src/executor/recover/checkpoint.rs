@@ -111,19 +111,8 @@ impl<'a, 'b> Checkpoints<'a, 'b> {
     /// # Errors
     /// When the store cannot be read, or a rank was lost.
     pub fn earlier(&self, task: &Recover, steps: usize) -> Result<Vec<(Checkpoint, String)>> {
-        let found = match self.team.is_first() {
-            true => self.recorded(task, steps),
-            false => Ok(Vec::new()),
-        };
-        // The others must hear of an error, too, or they would wait.
-        let told = found
-            .as_ref()
-            .map_or_else(|error| Err(error.to_string()), |found| Ok(found.clone()));
-        match (self.team.first(told)?, found) {
-            (Ok(earlier), _) => Ok(earlier),
-            (Err(_), Err(error)) => Err(error),
-            (Err(reason), Ok(_)) => Err(Error::Child { reason }),
-        }
+        let found = self.team.is_first().then(|| self.recorded(task, steps));
+        self.team.first(found.transpose()?)
     }
 
     fn recorded(&self, task: &Recover, steps: usize) -> Result<Vec<(Checkpoint, String)>> {
@@ -171,7 +160,11 @@ impl<'a, 'b> Checkpoints<'a, 'b> {
                 let path = self.context.store.scratch_path()?;
                 let writing = trainer.save_beside(path.clone())?;
                 let store = self.context.store.location();
-                let thread = std::thread::spawn(move || take_in(&store, writing, path));
+                let thread = std::thread::Builder::new().name("share".to_owned());
+                let thread = thread.spawn(move || take_in(&store, writing, path));
+                let thread = thread.map_err(|error| Error::Child {
+                    reason: format!("cannot start the thread that takes a checkpoint in: {error}"),
+                })?;
                 Share::OnItsWay(OnItsWay(Some(thread)))
             }
         };
@@ -192,7 +185,8 @@ impl<'a, 'b> Checkpoints<'a, 'b> {
         self.context.put_written(|path| trainer.save(path))
     }
 
-    /// Records a checkpoint once every rank's share is there, and removes this rank's share of the one before.
+    /// Records a checkpoint once every rank's share is there; then the first rank, which alone reads and writes records,
+    /// removes the shares of the one before.
     ///
     /// # Errors
     /// When a share or the record cannot be written, or a rank was lost.

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use espalier_model::collective::Gang;
+use espalier_model::collective::mesh::EXCHANGED;
 use espalier_model::train::{Grid, Layers};
 use espalier_proto::task::Recipe;
 use serde::Serialize;
@@ -97,15 +98,43 @@ impl Team {
         all.iter().map(read).collect()
     }
 
-    /// What the first rank gives.
+    /// What the first rank gives, however long it is; of the others nothing is asked. Every rank must call it.
     ///
     /// # Errors
     /// As [`Team::gather`].
-    pub fn first<T: Serialize + DeserializeOwned>(&self, own: T) -> Result<T> {
-        let mut all = self.gather(own)?.into_iter();
-        all.next().ok_or_else(|| Error::Invalid {
-            reason: "the gang has no first rank".to_owned(),
-        })
+    pub fn first<T: Serialize + DeserializeOwned>(&self, own: Option<T>) -> Result<T> {
+        let no_first = || Error::Invalid {
+            reason: "the gang has no first rank, expected one that tells the others".to_owned(),
+        };
+        let Some(gang) = &self.gang else {
+            return own.ok_or_else(no_first);
+        };
+        let told = own.as_ref().map(serde_json::to_vec).transpose();
+        let told = told.map_err(|error| not_understood(&error))?.unwrap_or_default();
+        let length = self.gather(told.len())?.first().copied().unwrap_or(0);
+        let mut all = Vec::with_capacity(length.min(EXCHANGED));
+        while all.len() < length {
+            let rest = told.get(all.len()..).unwrap_or_default();
+            let piece = rest.get(..EXCHANGED).unwrap_or(rest);
+            let piece = gang.exchange(piece)?.into_iter().next();
+            all.extend(piece.filter(|piece| !piece.is_empty()).ok_or_else(no_first)?);
+        }
+        serde_json::from_slice(&all).map_err(|error| not_understood(&error))
+    }
+
+    /// The least that a rank gives.
+    ///
+    /// # Errors
+    /// As [`Team::gather`].
+    pub fn least(&self, own: usize) -> Result<usize> {
+        Ok(self.gather(own)?.into_iter().fold(own, usize::min))
+    }
+
+    /// Breaks the gang: the others need not wait for what this rank will not do.
+    pub fn give_up(&self) {
+        if let Some(gang) = &self.gang {
+            gang.abort();
+        }
     }
 
     /// Whether it is so on any rank.
@@ -130,5 +159,97 @@ fn not_understood(error: &serde_json::Error) -> Error {
         reason: format!(
             "the ranks of the gang do not understand each other, expected the same build: {error}"
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+    use std::time::Duration;
+
+    use espalier_model::collective::{Communicator, local};
+
+    use super::*;
+
+    /// A gang that takes no more at a time than one over sockets.
+    #[derive(Debug)]
+    struct Narrow(Arc<dyn Gang>);
+
+    impl Gang for Narrow {
+        fn rank(&self) -> usize {
+            self.0.rank()
+        }
+
+        fn size(&self) -> usize {
+            self.0.size()
+        }
+
+        fn communicator(&self, ranks: &[usize]) -> espalier_model::Result<Arc<dyn Communicator>> {
+            self.0.communicator(ranks)
+        }
+
+        fn exchange(&self, bytes: &[u8]) -> espalier_model::Result<Vec<Vec<u8>>> {
+            assert!(bytes.len() <= EXCHANGED, "{} bytes at once", bytes.len());
+            self.0.exchange(bytes)
+        }
+
+        fn check(&self) -> espalier_model::Result<()> {
+            self.0.check()
+        }
+
+        fn abort(&self) {
+            self.0.abort();
+        }
+    }
+
+    /// What each of three ranks gets.
+    fn on_each<T: Send>(ask: impl Fn(&Team) -> T + Sync) -> Vec<T> {
+        let gangs = local::LocalGang::all(3, Duration::from_secs(60));
+        std::thread::scope(|scope| {
+            let ranks = gangs.into_iter().map(|gang| {
+                scope.spawn(|| {
+                    let layers = Layers {
+                        stages: 3,
+                        replicas: 1,
+                    };
+                    ask(&Team {
+                        gang: Some(Arc::new(Narrow(gang))),
+                        layers,
+                    })
+                })
+            });
+            let ranks: Vec<_> = ranks.collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn the_first_rank_tells_the_others_however_much_it_is() {
+        let long: Vec<f32> = (0..400_000_u32).map(|step| step as f32 / 7.0).collect();
+        let told = on_each(|team| team.first(team.is_first().then(|| long.clone())).unwrap());
+        assert!(told.iter().all(|told| *told == long));
+        let told = on_each(|team| team.first(team.is_first().then(String::new)).unwrap());
+        assert_eq!(told, ["", "", ""]);
+    }
+
+    #[test]
+    fn ranks_agree_on_the_least_of_what_each_has_room_for() {
+        assert_eq!(
+            on_each(|team| team.least(4096 >> team.rank()).unwrap()),
+            [1024; 3]
+        );
+    }
+
+    #[test]
+    fn a_rank_that_gives_up_leaves_no_other_waiting() {
+        let told = on_each(|team| match team.is_first() {
+            true => {
+                team.give_up();
+                true
+            }
+            false => team.meet().is_err_and(|error| error.is_of_another_rank()),
+        });
+        assert_eq!(told, [true; 3]);
     }
 }
