@@ -7,6 +7,8 @@
 //! So a kernel that hangs is not alive because more work can be queued behind it, and one that takes long is not
 //! dead because nothing is queued meanwhile.
 
+mod steps;
+
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,6 +22,8 @@ use espalier_model::ops::{
     LinearGradient, Losses, Operations, Pending, RopeTable, TokenBatch,
 };
 use espalier_model::{ElementType, Result, Tensor};
+
+use steps::BeatingSteps;
 
 /// Operations from one mark to the next: a mark costs the host microseconds.
 const OPERATIONS_PER_MARK: u32 = 64;
@@ -99,10 +103,10 @@ impl Pulse {
     }
 }
 
-/// A backend that tells its pulse what was done.
-#[derive(Debug)]
+/// A backend that tells its pulse what was done. Clones are the same.
+#[derive(Debug, Clone)]
 pub(super) struct Beating {
-    inner: Box<dyn Operations>,
+    inner: Arc<dyn Operations>,
     pulse: Pulse,
     /// Whether the device runs behind its host.
     behind: bool,
@@ -111,7 +115,11 @@ pub(super) struct Beating {
 impl Beating {
     pub(super) fn new(inner: Box<dyn Operations>, pulse: Pulse) -> Self {
         let behind = inner.accelerator().is_some();
-        Self { inner, pulse, behind }
+        Self {
+            inner: Arc::from(inner),
+            pulse,
+            behind,
+        }
     }
 
     fn beat(&self) {
@@ -137,6 +145,13 @@ macro_rules! beating {
 
             fn mark(&self) -> Result<Option<Box<dyn Completion>>> {
                 self.inner.mark()
+            }
+
+            fn decoding(
+                &self, sequences: usize, architecture: &Architecture
+            ) -> Result<Option<Box<dyn Decoding>>> {
+                let steps = self.inner.decoding(sequences, architecture)?;
+                Ok(steps.map(|steps| BeatingSteps::over(steps, self.clone())))
             }
 
             $(
@@ -194,7 +209,6 @@ beating! {
     attention_cached(
         q: &Tensor, k: &Tensor, v: &Tensor, cache: &mut KvCache, shape: &Attention, layout: Layout
     ) -> Tensor;
-    decoding(sequences: usize, architecture: &Architecture) -> Option<Box<dyn Decoding>>;
     swiglu(gate: &Tensor, up: &Tensor) -> Tensor;
     swiglu_backward(grad_output: &Tensor, gate: &Tensor, up: &Tensor) -> (Tensor, Tensor);
     relu_squared(x: &Tensor) -> Tensor;
