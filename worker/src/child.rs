@@ -20,7 +20,7 @@ use espalier_artifact::BlockingStore;
 use espalier_model::Device;
 use espalier_proto::task::{Failure, FailureKind, Progress};
 
-use crate::executor::{Backend, Caches, Context, execute};
+use crate::executor::{Backend, Caches, Context, Stop, execute};
 use crate::trace::{Names, attempt_span};
 use crate::{Error, Result};
 use alive::Alive;
@@ -205,7 +205,16 @@ impl Child {
         let _alive = Alive::watch(backend.pulse(), alive::INTERVAL, move || {
             reply(&sink, &Reply::Alive { attempt });
         })?;
-        let output = Box::new(execute(&context, &mut self.caches, &order.spec)?);
+        let output = match execute(&context, &mut self.caches, &order.spec) {
+            // Ranks that have left a checkpoint together part in peace: the last of them must not find the gang broken.
+            Err(Error::Cancelled) if self.stops.asked(attempt) != Some(Stop::Now) => {
+                if let Some(member) = member {
+                    member.leave();
+                }
+                return Err(Error::Cancelled);
+            }
+            output => Box::new(output?),
+        };
         // Unmounted meanwhile: what it put down is seen by nobody else, so it is not done.
         require(store, &order.artifact_store_id)?;
         if let Some(member) = member {

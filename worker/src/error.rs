@@ -183,7 +183,7 @@ fn device_failure(error: &espalier_model::ops::cuda::Error) -> FailureKind {
     match error {
         Cuda::DeviceFull { .. } | Cuda::OutOfMemory { .. } => FailureKind::OutOfMemory,
         Cuda::Deadline { .. } => FailureKind::Hung,
-        Cuda::Driver { .. } | Cuda::Matmul { .. } | Cuda::Lost => FailureKind::Error,
+        Cuda::Driver { .. } | Cuda::Matmul { .. } | Cuda::Nccl { .. } | Cuda::Lost => FailureKind::Error,
         _ => FailureKind::Invalid,
     }
 }
@@ -249,6 +249,8 @@ mod tests {
         };
         assert_eq!(kind(full), FailureKind::OutOfMemory);
         assert_eq!(kind(Cuda::Lost), FailureKind::Error);
+        let (call, reason) = ("ncclGetUniqueId", "unhandled system error".to_owned());
+        assert_eq!(kind(Cuda::Nccl { call, reason }), FailureKind::Error);
         let waited = std::time::Duration::from_secs(60);
         let operation = "a step";
         assert_eq!(kind(Cuda::Deadline { operation, waited }), FailureKind::Hung);
