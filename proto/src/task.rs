@@ -363,15 +363,20 @@ pub struct Recipe {
     /// Orders the sequences.
     pub seed: u64,
     /// Devices that train together, at the most; it changes the result no more than rounding does.
-    #[serde(default = "one")]
+    // One is left out: a worker that knows no ranks takes it, and checkpoints are found by what a recipe is written as.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
     pub ranks: u32,
     /// Parts into which the model is cut, each on a rank of its own.
-    #[serde(default = "one")]
+    #[serde(default = "one", skip_serializing_if = "is_one")]
     pub pipeline_stages: u32,
 }
 
 fn one() -> u32 {
     1
+}
+
+fn is_one(number: &u32) -> bool {
+    *number == 1
 }
 
 /// A trained student.
@@ -490,4 +495,25 @@ pub struct Progress {
     pub unit: String,
     /// One line for people, for example the loss.
     pub note: String,
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::Recipe;
+
+    #[test]
+    fn a_recipe_for_one_rank_is_written_as_before_there_were_several() {
+        let before = r#"{"tokens":1,"batch_sequences":2,"learning_rate":0.5,"warmup":0.5,"final_share":0.5,"clip":1.0,"betas":[0.5,0.5],"weight_decay":0.5,"checkpoint_steps":3,"seed":4}"#;
+        let alone: Recipe = serde_json::from_str(before).unwrap();
+        assert_eq!((alone.ranks, alone.pipeline_stages), (1, 1));
+        assert_eq!(serde_json::to_string(&alone).unwrap(), before);
+        let several = Recipe {
+            ranks: 4,
+            pipeline_stages: 2,
+            ..alone
+        };
+        let written = serde_json::to_string(&several).unwrap();
+        assert_eq!(serde_json::from_str::<Recipe>(&written).unwrap(), several);
+    }
 }
