@@ -80,9 +80,14 @@ class Shape:
 
 
 def medians(sides, request, rounds):
-    """Seconds of each side's answers to `request`, in turns."""
+    """Seconds of each side's answers to `request`, in turns. Nothing is quicker than a peer that did not run: the first
+    one, eager, has to."""
     answers = [[side.ask(request)[0] for side in sides] for _ in range(rounds)]
-    return [statistics.median(column) for column in zip(*answers)]
+    seconds = [statistics.median(column) for column in zip(*answers)]
+    if math.isinf(seconds[1]):
+        print(f"{sides[1].check}: failed, there is nothing to compare with")
+        sys.exit(2)
+    return seconds
 
 
 def agree(ours, peer, request, loss_bound=LOSS_BOUND):
