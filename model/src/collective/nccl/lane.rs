@@ -165,6 +165,8 @@ impl Lane {
             beside: beside.clone(),
             purpose,
             under_way: VecDeque::new(),
+            putting: None,
+            is_let_go: false,
         };
         let spawned = std::thread::Builder::new()
             .name("nccl".to_owned())
@@ -252,12 +254,19 @@ struct Works {
     beside: Beside,
     purpose: Purpose,
     under_way: VecDeque<UnderWay>,
+    /// Of the call that is being put on the stream: when that fails it may be there or not.
+    putting: Option<Held>,
+    /// Whether the lane has been let go of: nothing more comes.
+    is_let_go: bool,
 }
 
 impl Works {
     fn run(mut self, queue: &Receiver<Message>) {
         if let Err(error) = self.work(queue) {
             self.give_up(&error);
+            if self.is_let_go {
+                return;
+            }
             // Every later call gets the reason, until the communicator is dropped.
             for message in queue {
                 match message {
@@ -293,16 +302,40 @@ impl Works {
     fn work(&mut self, queue: &Receiver<Message>) -> Result<()> {
         let stream = self.beside.urgent_stream()?;
         let link = self.join()?;
-        let watched = self.serve(queue, &link, &stream);
-        match watched {
-            Ok(()) => self.leave(link),
+        let served = self.serve(queue, &link, &stream);
+        match served.and_then(|()| self.leave(&link)) {
+            Ok(have_parted) => {
+                if have_parted {
+                    link.destroy();
+                }
+                Ok(())
+            }
             Err(error) => {
                 // Before the abort: whoever reads what it leaves finds the mesh broken.
                 self.give_up(&error);
                 drop(link);
-                self.under_way.clear();
+                self.let_go_of_aborted(&stream);
                 Err(error)
             }
+        }
+    }
+
+    /// Gives back the buffers of calls that were aborted, once none of their kernels can write them any more: the
+    /// pool hands them out again at once. Where the device does not get there they are nobody's for good.
+    fn let_go_of_aborted(&mut self, stream: &Stream) {
+        let deadline = Instant::now() + self.members.mesh.options().silence;
+        let has_ended = stream.mark().is_ok_and(|mark| {
+            loop {
+                match mark.is_reached() {
+                    Ok(false) if Instant::now() < deadline => std::thread::sleep(SLOW),
+                    reached => return reached.unwrap_or(false),
+                }
+            }
+        });
+        let (under_way, putting) = (std::mem::take(&mut self.under_way), self.putting.take());
+        if !has_ended {
+            tracing::error!("calls that were aborted do not end: their memory is given up");
+            std::mem::forget((under_way, putting));
         }
     }
 
@@ -382,7 +415,10 @@ impl Works {
                     }
                 }
                 Ok(Message::Look) | Err(RecvTimeoutError::Timeout) => {}
-                Ok(Message::End) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                Ok(Message::End) | Err(RecvTimeoutError::Disconnected) => {
+                    self.is_let_go = true;
+                    return Ok(());
+                }
             }
             self.look(link)?;
             looked = Instant::now();
@@ -397,6 +433,7 @@ impl Works {
             operands,
             before,
         } = job;
+        self.putting = Some(held.clone());
         stream.after(&before)?;
         let (Some(from), Some(to)) = (operands.first(), operands.last()) else {
             return Err(ended().into());
@@ -418,6 +455,7 @@ impl Works {
             since: Instant::now(),
             _held: held,
         });
+        self.putting = None;
         Ok(mark)
     }
 
@@ -435,11 +473,11 @@ impl Works {
         Ok(())
     }
 
-    /// Ends what is under way, and takes the ranks apart; aborts where another does not do its part.
-    fn leave(&mut self, link: Link) -> Result<()> {
+    /// Ends what is under way, and takes the ranks apart; whether they are, or another has not done its part.
+    fn leave(&mut self, link: &Link) -> Result<bool> {
         let deadline = Instant::now() + self.members.mesh.options().silence;
         while !self.under_way.is_empty() && Instant::now() < deadline {
-            self.look(&link)?;
+            self.look(link)?;
             std::thread::sleep(QUICK);
         }
         if !self.under_way.is_empty() {
@@ -448,11 +486,10 @@ impl Works {
         link.finish()?;
         while Instant::now() < deadline && self.members.mesh.check().is_ok() {
             if link.is_ready()? {
-                link.destroy();
-                return Ok(());
+                return Ok(true);
             }
             std::thread::sleep(SLOW);
         }
-        Ok(())
+        Ok(false)
     }
 }
