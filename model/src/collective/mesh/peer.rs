@@ -207,12 +207,14 @@ pub(super) fn write(shared: &Shared, to: usize) {
             break written;
         }
     };
-    // The other side reads to the end, and then ends its own.
-    let _ = peer.stream.shutdown(Shutdown::Write);
-    if let Err(error) = result {
-        let reason = error.to_string();
-        shared.connection_lost(to, Loss::Disconnected { reason });
-    }
+    let Err(error) = result else {
+        // The other side reads to the end, and then ends its own.
+        let _ = peer.stream.shutdown(Shutdown::Write);
+        return;
+    };
+    // What came before may say whose fault it is: the reader gets to the end of that, and says what it was.
+    tracing::debug!(rank = to, %error, "a connection cannot be written any more");
+    let _ = peer.stream.shutdown(Shutdown::Both);
 }
 
 /// Writes all of `bytes`; gives up when the mesh has been ending for a while.
