@@ -3,6 +3,7 @@
 //! Parents in any encoding are `checkpoint`'s affair; directories for others to load are `export`'s.
 
 use std::borrow::Cow;
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -57,27 +58,39 @@ fn little_endian(values: &[f32]) -> Cow<'static, [u8]> {
     Cow::Owned(values.iter().flat_map(|value| value.to_le_bytes()).collect())
 }
 
-impl View for Outgoing<'_> {
+/// A tensor while it is written, and what went wrong with the first that could not be brought to the host.
+struct Going<'a, 'b> {
+    tensor: Outgoing<'a>,
+    failure: &'b RefCell<Option<Error>>,
+}
+
+impl View for Going<'_, '_> {
     fn dtype(&self) -> Dtype {
         Dtype::F32
     }
 
     fn shape(&self) -> &[usize] {
-        &self.shape
+        &self.tensor.shape
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        match &self.data {
-            // A device that fails here gives too few bytes, which the caller's length check reports.
-            Data::Tensor(tensor, operations) => {
-                little_endian(&operations.download(tensor).unwrap_or_default())
-            }
+        let mut failure = self.failure.borrow_mut();
+        match &self.tensor.data {
+            // Whoever asked for the file is told of it before anybody looks at what was written.
+            _ if failure.is_some() => Cow::Borrowed(&[]),
+            Data::Tensor(tensor, operations) => match operations.download(tensor) {
+                Ok(values) => little_endian(&values),
+                Err(error) => {
+                    *failure = Some(error);
+                    Cow::Borrowed(&[])
+                }
+            },
             Data::Copied(values) => little_endian(values),
         }
     }
 
     fn data_len(&self) -> usize {
-        self.shape.iter().product::<usize>() * size_of::<f32>()
+        self.tensor.shape.iter().product::<usize>() * size_of::<f32>()
     }
 }
 
@@ -88,9 +101,17 @@ pub(crate) fn save_tensors(
     metadata: &Value,
 ) -> Result<()> {
     let metadata = HashMap::from([(METADATA_KEY.to_owned(), metadata.to_string())]);
+    let failure = RefCell::new(None);
+    let going = tensors.into_iter().map(|(name, tensor)| {
+        let failure = &failure;
+        (name, Going { tensor, failure })
+    });
     files::write_atomically(path, |partial| {
-        safetensors::serialize_to_file(tensors, Some(metadata), partial)
-            .map_err(|error| unwritten(path, error))?;
+        let written = safetensors::serialize_to_file(going, Some(metadata), partial);
+        if let Some(error) = failure.take() {
+            return Err(error);
+        }
+        written.map_err(|error| unwritten(path, error))?;
         // Opening checks that every byte the header promises is there.
         TensorFile::open(partial).map(drop)
     })
