@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::collective::Communicator;
-use crate::ops::{AdamWStep, Layout, Operations, Pending};
+use crate::ops::{Layout, Operations};
 use crate::weights::StageWeights;
 use crate::{Error, Model, Result, Tensor};
 
@@ -25,10 +25,12 @@ mod sharded;
 mod shards;
 pub mod split;
 mod stage;
+mod step;
 
 pub use grid::{Grid, Layers};
 pub use saved::{Checkpoint, Parts, SavedFile, Writing};
 pub use schedule::Schedule;
+pub use step::{Hyperparameters, Step, StepReport};
 
 use optimiser::{Optimiser, Whole};
 use pipeline::Line;
@@ -72,83 +74,6 @@ impl MicroBatch<'_> {
     }
 }
 
-/// AdamW and clipping, for one step.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Hyperparameters {
-    /// Learning rate of this step.
-    pub learning_rate: f64,
-    /// Decays of the first and second moment.
-    pub betas: (f64, f64),
-    /// Added to the root of the second moment.
-    pub epsilon: f64,
-    /// Decoupled decay of every parameter.
-    pub weight_decay: f64,
-    /// The global gradient norm is clipped to this.
-    pub clip: f64,
-}
-
-impl Default for Hyperparameters {
-    fn default() -> Self {
-        Self {
-            learning_rate: 4e-4,
-            betas: (0.9, 0.95),
-            epsilon: 1e-8,
-            weight_decay: 0.0,
-            clip: 1.0,
-        }
-    }
-}
-
-/// What a step did.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct StepReport {
-    /// Mean loss before the update, nats a prediction.
-    pub loss: f64,
-    /// Norm of the mean loss's gradient over all parameters, before clipping.
-    pub gradient_norm: f64,
-}
-
-/// A step on its way.
-#[derive(Debug)]
-#[must_use = "whether the step was applied is not known before it is read"]
-pub struct Step {
-    pending: Box<dyn Pending>,
-    predictions: usize,
-    /// Every rank that had a share in it.
-    ranks: Option<Arc<dyn Communicator>>,
-}
-
-impl Step {
-    /// Whether [`Step::read`] would not wait.
-    pub fn is_ready(&self) -> bool {
-        self.pending.is_ready()
-    }
-
-    /// Waits for the device.
-    ///
-    /// # Errors
-    /// When loss or gradient were not finite: then the student is as it was before the step. When a rank was lost
-    /// meanwhile: then the student may be anything.
-    pub fn read(self) -> Result<StepReport> {
-        let updated = self.pending.read()?;
-        self.ranks.map_or(Ok(()), |ranks| ranks.check())?;
-        if !updated.is_applied() {
-            let what = if updated.loss.is_finite() {
-                "the gradient's norm"
-            } else {
-                "the loss"
-            };
-            return Err(Error::NotFinite {
-                what: what.to_owned(),
-            });
-        }
-        Ok(StepReport {
-            loss: updated.loss / self.predictions as f64,
-            gradient_norm: updated.gradient_norm,
-        })
-    }
-}
-
 /// A student, or a stage of one, with its gradients and AdamW moments.
 #[derive(Debug)]
 pub struct Trainer {
@@ -181,6 +106,7 @@ impl Trainer {
     ///
     /// # Errors
     /// When the stage is not the one that the grid has here, the backend runs out of memory, or a rank was lost.
+    /// Other ranks are then told to stop.
     pub fn join(
         operations: Arc<dyn Operations>,
         student: &StageWeights,
@@ -191,6 +117,17 @@ impl Trainer {
     }
 
     fn begin(
+        operations: Arc<dyn Operations>,
+        student: &StageWeights,
+        grid: Option<Grid>,
+        activation_bytes: usize,
+    ) -> Result<Self> {
+        grid::or_end_all(grid, |grid| {
+            Self::begun(operations, student, grid, activation_bytes)
+        })
+    }
+
+    fn begun(
         operations: Arc<dyn Operations>,
         student: &StageWeights,
         grid: Option<Grid>,
@@ -242,6 +179,14 @@ impl Trainer {
     /// # Errors
     /// When the stage is not the one that the grid has here, or its vocabulary is not the student's.
     pub fn with_parent(self, parent: StageWeights) -> Result<Self> {
+        self.expect_parent(&parent).inspect_err(|_| self.end_others())?;
+        Ok(Self {
+            parent: Some(Taught::new(parent)),
+            ..self
+        })
+    }
+
+    fn expect_parent(&self, parent: &StageWeights) -> Result<()> {
         if let Some(grid) = &self.grid {
             grid.expect_stage(&parent.range(), parent.architecture())?;
         }
@@ -253,11 +198,7 @@ impl Trainer {
                 expected: format!("{}, the student's", own.vocab_size),
             });
         }
-        self.stage.operations.prepare(given)?;
-        Ok(Self {
-            parent: Some(Taught::new(parent)),
-            ..self
-        })
+        self.stage.operations.prepare(given)
     }
 
     /// The student's weights as the blocks see them: the stage of it that is here. A clone shares them, and must be
@@ -287,7 +228,8 @@ impl Trainer {
         &self.stage.gradients
     }
 
-    /// Updates so far.
+    /// Updates so far. One that the device refused counts, too, but for [`Trainer::step`]'s: that is known only when
+    /// its [`Step`] is read, which ranks may do at different times, and AdamW must count alike on all of them.
     pub fn steps(&self) -> u32 {
         self.steps
     }
@@ -341,44 +283,54 @@ impl Trainer {
     }
 
     fn run(&mut self, batches: &[MicroBatch<'_>], predictions: usize, ends_step: bool) -> Result<()> {
-        if self.complete && self.grid.is_some() {
-            return Err(Error::OutOfRange {
-                what: "batches after the last of a step",
-                value: batches.len(),
-                expected: "an update first: the gradients are under way to other ranks".to_owned(),
-            });
-        }
-        self.complete = ends_step;
-        let operations = Arc::clone(&self.stage.operations);
-        let optimiser = &mut self.optimiser;
-        let mut line = Line {
-            stage: &mut self.stage,
-            parent: self.parent.as_ref(),
-            stages: self.grid.as_ref().and_then(|grid| grid.stages.as_deref()),
-            activation_bytes: self.activation_bytes,
-            sent: VecDeque::new(),
-        };
-        let accumulated = line.run(batches, predictions, &mut |what, gradients| match ends_step {
-            true => optimiser.written(operations.as_ref(), what, gradients),
-            false => Ok(()),
+        let accumulated = self.expect_open(batches.len()).and_then(|()| {
+            self.complete = ends_step;
+            let operations = Arc::clone(&self.stage.operations);
+            let (mut line, optimiser) = self.line();
+            line.run(batches, predictions, &mut |what, gradients| match ends_step {
+                true => optimiser.written(operations.as_ref(), what, gradients),
+                false => Ok(()),
+            })
         });
-        match accumulated {
-            Ok(losses) => self.losses.extend(losses),
-            Err(error) => {
-                self.give_up();
-                self.losses.clear();
-                self.complete = false;
-                self.stage.gradients = self.stage.weights.zeros_like(operations.as_ref())?;
-                return Err(error);
-            }
-        }
+        let losses = accumulated.inspect_err(|_| self.drop_step())?;
+        self.losses.extend(losses);
         Ok(())
     }
 
+    /// An error if gradients of the step are under way to other ranks.
+    fn expect_open(&self, batches: usize) -> Result<()> {
+        if !self.complete || self.grid.is_none() {
+            return Ok(());
+        }
+        Err(Error::OutOfRange {
+            what: "batches after the last of a step",
+            value: batches,
+            expected: "an update first: the gradients are under way to other ranks".to_owned(),
+        })
+    }
+
     /// Other ranks wait for what this one will not send.
-    fn give_up(&self) {
+    fn end_others(&self) {
         if let Some(grid) = &self.grid {
             grid.all.abort();
+        }
+    }
+
+    /// After an error, which is what the caller is told: forgets what there is of the step.
+    fn drop_step(&mut self) {
+        self.end_others();
+        self.losses.clear();
+        self.complete = false;
+        self.optimiser.forget();
+        let operations = self.stage.operations.as_ref();
+        let gradients = &mut self.stage.gradients;
+        if operations.clear(&mut gradients.tensors_mut()).is_ok() {
+            return;
+        }
+        // Somebody holds a clone of them, or the device is lost.
+        match gradients.zeros_like(operations) {
+            Ok(zeros) => *gradients = zeros,
+            Err(error) => tracing::error!(%error, "gradients of a step that failed cannot be dropped"),
         }
     }
 
@@ -397,18 +349,20 @@ impl Trainer {
     /// # Errors
     /// When there is nothing to predict, shapes disagree, or a rank was lost.
     pub fn losses(&mut self, batches: &[MicroBatch<'_>]) -> Result<f64> {
-        let rows = self.line().losses(batches).inspect_err(|_| self.give_up())?;
+        let (mut line, _) = self.line();
+        let rows = line.losses(batches).inspect_err(|_| self.end_others())?;
         self.sum(&rows)
     }
 
-    fn line(&mut self) -> Line<'_> {
-        Line {
+    fn line(&mut self) -> (Line<'_>, &mut Optimiser) {
+        let line = Line {
             stage: &mut self.stage,
             parent: self.parent.as_ref(),
             stages: self.grid.as_ref().and_then(|grid| grid.stages.as_deref()),
             activation_bytes: self.activation_bytes,
             sent: VecDeque::new(),
-        }
+        };
+        (line, &mut self.optimiser)
     }
 
     fn sum(&self, losses: &[Tensor]) -> Result<f64> {
@@ -422,15 +376,17 @@ impl Trainer {
 
     /// One AdamW update with the gradients accumulated, on all ranks, for a step of so many `predictions`. Does not
     /// wait for the device: what came of it is in the [`Step`], the same on every rank. Where loss or gradient are
-    /// not finite nothing is updated. The gradients are left at zero either way.
+    /// not finite nothing is updated. The gradients are left at zero whatever comes of it, an error included.
     ///
     /// # Errors
-    /// When a clone of the student still shares its weights, or a rank was lost.
+    /// When there were no predictions, a clone of the student still shares its weights, or a rank was lost.
     pub fn update(&mut self, hyperparameters: &Hyperparameters, predictions: usize) -> Result<Step> {
         let step = self.steps.saturating_add(1);
-        let (optimiser, grid) = (&mut self.optimiser, self.grid.as_ref());
-        let updated = optimiser.update(&mut self.stage, grid, hyperparameters.at(step), &self.losses);
-        let pending = updated.inspect_err(|_| self.give_up())?;
+        let updated = expect_predictions(predictions).and_then(|()| {
+            let (optimiser, grid) = (&mut self.optimiser, self.grid.as_ref());
+            optimiser.update(&mut self.stage, grid, hyperparameters.at(step), &self.losses)
+        });
+        let pending = updated.inspect_err(|_| self.drop_step())?;
         self.losses.clear();
         self.complete = false;
         self.steps = step;
@@ -440,6 +396,18 @@ impl Trainer {
             ranks: self.grid.as_ref().map(|grid| Arc::clone(&grid.all)),
         })
     }
+}
+
+/// An error for a step that predicts nothing.
+fn expect_predictions(predictions: usize) -> Result<()> {
+    if predictions > 0 {
+        return Ok(());
+    }
+    Err(Error::OutOfRange {
+        what: "tokens to predict",
+        value: 0,
+        expected: "at least one in every step".to_owned(),
+    })
 }
 
 /// The optimiser of one rank that has a stage to itself.
@@ -467,19 +435,4 @@ fn shared(
     let mut stage = Stage::new(Arc::clone(operations), shape.clone(), gradients);
     sharded.spread(&mut stage)?;
     Ok((Optimiser::Sharded(sharded), stage))
-}
-
-impl Hyperparameters {
-    #[allow(clippy::cast_possible_truncation)] // hyperparameters need no more than f32
-    fn at(&self, step: u32) -> AdamWStep {
-        AdamWStep {
-            learning_rate: self.learning_rate as f32,
-            beta1: self.betas.0 as f32,
-            beta2: self.betas.1 as f32,
-            epsilon: self.epsilon as f32,
-            weight_decay: self.weight_decay as f32,
-            step,
-            clip: self.clip,
-        }
-    }
 }

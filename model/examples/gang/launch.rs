@@ -22,7 +22,7 @@ pub(crate) struct Running {
 /// What a gang has said.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct Told {
-    /// Of each step, by the first rank that read it.
+    /// Of each step: every rank reads the same.
     pub(crate) losses: Vec<(u32, f64)>,
     /// Seconds of each step, on the first rank.
     pub(crate) seconds: Vec<f64>,
@@ -97,8 +97,13 @@ impl Running {
             match line {
                 Line::Listening(_) => {}
                 Line::Step { step, loss, seconds } => {
-                    if told.losses.last().is_none_or(|(last, _)| *last < step) {
-                        told.losses.push((step, loss));
+                    match told.losses.iter().find(|(known, _)| *known == step) {
+                        None => told.losses.push((step, loss)),
+                        Some((_, known)) if known.to_bits() == loss.to_bits() => {}
+                        Some((_, known)) => {
+                            let how = format!("it read {loss} in step {step}, another {known}");
+                            told.failures.push((number, how));
+                        }
                     }
                     if number == 0 {
                         told.seconds.push(seconds);

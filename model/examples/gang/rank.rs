@@ -213,7 +213,7 @@ impl Rank<'_> {
 
     /// Once every rank's file is there, the first writes the record that names them.
     fn record(&self, (directory, steps, writing): (PathBuf, u32, Writing)) -> Result<()> {
-        let own = writing.finish()?;
+        let own = SavedFile::of(&writing.finish()?)?;
         let files: Vec<SavedFile> = match self.gang {
             None => vec![own],
             Some(gang) => {

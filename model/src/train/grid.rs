@@ -40,6 +40,16 @@ pub struct Grid {
 /// backward goes on.
 const BUCKET_ELEMENTS: usize = 8 << 20;
 
+/// What `work` makes of the grid. An error ends every rank: they would wait for this one.
+pub(super) fn or_end_all<T>(grid: Option<Grid>, work: impl FnOnce(Option<Grid>) -> Result<T>) -> Result<T> {
+    let all = grid.as_ref().map(|grid| Arc::clone(&grid.all));
+    work(grid).inspect_err(|_| {
+        if let Some(all) = all {
+            all.abort();
+        }
+    })
+}
+
 impl Grid {
     /// Lays out `gang`. Every rank must do so.
     ///

@@ -67,6 +67,14 @@ impl Optimiser {
         }
     }
 
+    /// Drops the gradients of a step that are under way.
+    pub(super) fn forget(&mut self) {
+        match self {
+            Self::Whole(_) => {}
+            Self::Sharded(sharded) => sharded.forget(),
+        }
+    }
+
     /// What this rank keeps; views, nothing is copied.
     pub(super) fn kept(&self, stage: &Stage) -> Result<Vec<Kept>> {
         match self {

@@ -17,14 +17,14 @@ use espalier_arch::{Architecture, TensorSpec};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::grid::Grid;
+use super::grid::{self, Grid};
 use super::shards::Bucket;
 use super::{Trainer, shared, whole};
 use crate::files;
 use crate::ops::Operations;
 use crate::weights::file::{Outgoing, TensorFile, save_tensors};
 use crate::weights::{StageWeights, matrix_shape};
-use crate::{Error, Model, Result, Tensor};
+use crate::{ElementType, Error, Model, Result, Tensor};
 
 /// What a rank keeps of a parameter, as files name it.
 const STATES: [&str; 3] = ["weight", "first_moment", "second_moment"];
@@ -87,7 +87,11 @@ impl Checkpoint {
 }
 
 impl SavedFile {
-    fn of(path: &Path) -> Result<Self> {
+    /// The file at `path`, read once to be hashed.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn of(path: &Path) -> Result<Self> {
         let (bytes, blake3) = digest(path)?;
         let name = path
             .file_name()
@@ -141,7 +145,7 @@ fn damaged(path: &Path, reason: String) -> Error {
 #[derive(Debug)]
 pub struct Writing {
     path: PathBuf,
-    thread: Option<JoinHandle<Result<SavedFile>>>,
+    thread: Option<JoinHandle<Result<()>>>,
 }
 
 impl Writing {
@@ -150,18 +154,19 @@ impl Writing {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Waits until the file is there for good.
+    /// Waits until the file is there for good, and gives its path.
     ///
     /// # Errors
     /// When it cannot be written.
-    pub fn finish(mut self) -> Result<SavedFile> {
+    pub fn finish(mut self) -> Result<PathBuf> {
         let path = self.path.clone();
         let joined = self.thread.take().map(JoinHandle::join);
         let died = || Error::Io {
-            path,
+            path: path.clone(),
             source: std::io::Error::other("the thread that writes it died"),
         };
-        joined.and_then(std::result::Result::ok).ok_or_else(died)?
+        joined.and_then(std::result::Result::ok).ok_or_else(died)??;
+        Ok(path)
     }
 }
 
@@ -345,7 +350,7 @@ impl Trainer {
     }
 
     /// As [`Trainer::save`], by a thread of its own while training goes on. Waits for the device and copies 12
-    /// bytes for each parameter that this rank keeps to the host's memory; hashing and writing are beside.
+    /// bytes for each parameter that this rank keeps to the host's memory; writing is beside.
     ///
     /// # Errors
     /// When the device fails, or no thread can be had.
@@ -364,8 +369,7 @@ impl Trainer {
         let write = move || {
             let outgoing = copies.into_iter();
             let outgoing = outgoing.map(|(name, shape, values)| (name, Outgoing::copied(values, shape)));
-            save_tensors(&target, outgoing.collect(), &about)?;
-            SavedFile::of(&target)
+            save_tensors(&target, outgoing.collect(), &about)
         };
         let thread = std::thread::Builder::new()
             .name("checkpoint".to_owned())
@@ -421,6 +425,18 @@ impl Trainer {
         grid: Option<Grid>,
         activation_bytes: usize,
     ) -> Result<Self> {
+        grid::or_end_all(grid, |grid| {
+            Self::resumed(operations, parts, range, grid, activation_bytes)
+        })
+    }
+
+    fn resumed(
+        operations: Arc<dyn Operations>,
+        parts: &Parts,
+        range: Range<usize>,
+        grid: Option<Grid>,
+        activation_bytes: usize,
+    ) -> Result<Self> {
         if let Some(grid) = &grid {
             grid.expect_stage(&range, &parts.architecture)?;
         }
@@ -431,11 +447,7 @@ impl Trainer {
                 whole(operations, masters?, [first?, second?])?
             }
             Some((grid, replicas)) => {
-                // Their values arrive from the ranks that read them.
-                let shape = StageWeights::build(&parts.architecture, range, |spec| {
-                    let (rows, columns) = matrix_shape(&spec.shape);
-                    operations.zeros(rows, columns, crate::ElementType::F32)
-                })?;
+                let shape = blank(operations.as_ref(), &parts.architecture, range)?;
                 let (specs, rank) = (shape.specs(), replicas.rank());
                 let mut read = |bucket: &Bucket| {
                     let part = |state| parts.part(state, &specs, bucket, rank, operations.as_ref());
@@ -447,4 +459,20 @@ impl Trainer {
         };
         Self::from_parts(stage, optimiser, grid, parts.steps, activation_bytes)
     }
+}
+
+/// A stage that only says what shape its tensors have: all are views of one that is as large as the largest. Values
+/// arrive from the ranks that read them.
+fn blank(
+    operations: &dyn Operations,
+    architecture: &Architecture,
+    range: Range<usize>,
+) -> Result<StageWeights> {
+    let largest = architecture.tensors().iter().map(TensorSpec::elements).max();
+    let largest = usize::try_from(largest.unwrap_or(0)).unwrap_or(usize::MAX);
+    let all = operations.zeros(1, largest, ElementType::F32)?;
+    StageWeights::build(architecture, range, |spec| {
+        let (rows, columns) = matrix_shape(&spec.shape);
+        all.window(0, rows, columns)
+    })
 }

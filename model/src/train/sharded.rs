@@ -5,6 +5,7 @@
 //! backward goes on. After the update every bucket's new values are gathered, in the type that blocks read, and
 //! the stage's weights become views of what arrived.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use espalier_arch::Role;
@@ -51,7 +52,8 @@ impl Gradient {
     }
 }
 
-/// Buckets under way at a time: each holds its flat gradients until it is waited for.
+/// Buckets under way at a time: each holds its flat gradients, or its new values beside the old, until it is waited
+/// for.
 const UNDER_WAY: usize = 4;
 
 /// This rank's share of a stage's optimiser.
@@ -179,22 +181,27 @@ impl Sharded {
         Ok(pending)
     }
 
+    /// Drops the gradients of a step.
+    pub(super) fn forget(&mut self) {
+        for shard in &mut self.shards {
+            shard.gradient = None;
+        }
+    }
+
     /// Brings every rank's values to all of them, as the stage's weights.
     pub(super) fn spread(&self, stage: &mut Stage) -> Result<()> {
-        let mut under_way = Vec::with_capacity(self.shards.len());
+        let mut under_way = VecDeque::with_capacity(UNDER_WAY + 1);
         for shard in &self.shards {
             let part = stage.operations.copy_as(&shard.value, shard.element_type)?;
-            under_way.push(self.replicas.all_gather(part)?);
-        }
-        let mut weights = stage.weights.tensors_mut();
-        let count = weights.len();
-        for (shard, gathered) in self.shards.iter().zip(under_way) {
-            let flat = gathered.wait()?;
-            for piece in &shard.bucket.pieces {
-                let weight = weights.get_mut(piece.tensor);
-                let weight = weight.ok_or_else(|| no_tensor(piece.tensor, count))?;
-                **weight = flat.window(piece.start, weight.rows(), weight.columns())?;
+            under_way.push_back((&shard.bucket, self.replicas.all_gather(part)?));
+            if under_way.len() > UNDER_WAY
+                && let Some((bucket, gathered)) = under_way.pop_front()
+            {
+                put_in_place(bucket, &gathered.wait()?, &mut stage.weights)?;
             }
+        }
+        for (bucket, gathered) in under_way {
+            put_in_place(bucket, &gathered.wait()?, &mut stage.weights)?;
         }
         Ok(())
     }
@@ -236,6 +243,18 @@ impl Shard {
         operations.clear(&mut taken)?;
         Ok(flat)
     }
+}
+
+/// The tensors of a bucket become views of its values.
+fn put_in_place(bucket: &Bucket, flat: &Tensor, weights: &mut StageWeights) -> Result<()> {
+    let mut weights = weights.tensors_mut();
+    let count = weights.len();
+    for piece in &bucket.pieces {
+        let weight = weights.get_mut(piece.tensor);
+        let weight = weight.ok_or_else(|| no_tensor(piece.tensor, count))?;
+        **weight = flat.window(piece.start, weight.rows(), weight.columns())?;
+    }
+    Ok(())
 }
 
 /// All of a bucket in f32, `(ranks, part)`.

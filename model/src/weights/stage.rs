@@ -38,7 +38,9 @@ impl StageWeights {
         range: Range<usize>,
         mut tensor: impl FnMut(&TensorSpec) -> Result<Tensor>,
     ) -> Result<Self> {
+        // A model may have no block at all, a stage of one that has some may not.
         let shapes = architecture.blocks.get(range.clone());
+        let shapes = shapes.filter(|shapes| !shapes.is_empty() || architecture.blocks.is_empty());
         let shapes = shapes.ok_or_else(|| Error::OutOfRange {
             what: "the end of a stage",
             value: range.end,
