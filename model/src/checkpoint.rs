@@ -2,26 +2,29 @@
 //!
 //! [`Parent::open`] reads headers, config and tokenizer, never weights, and checks everything that can be
 //! checked without them: each tensor of the architecture is there, with its shape, in a type that can be
-//! read, inside a file that is long enough. [`Parent::load`] reads the weights as f32. Here live formats and
+//! read, inside a file that is long enough. [`Parent::load`] reads the weights as f32, [`SortedParent`] only a stage
+//! of them. Here live formats and
 //! their quirks; nothing here computes with a model or writes a checkpoint (see [`crate::export`]).
 
 mod directory;
 mod gguf;
 mod hub;
 mod side_files;
+mod sorted;
 mod stored;
 
 use std::path::{Path, PathBuf};
 
-use espalier_arch::Architecture;
+use espalier_arch::{Architecture, TensorSpec};
 use serde_json::Value;
 
 use crate::ops::Operations;
 use crate::tokenizer::{Tokenizer, check_vocabulary};
 use crate::weights::for_blocks;
-use crate::{Error, Model, Result};
+use crate::{Error, Model, Result, Tensor};
 
 pub use side_files::{SideFiles, SpecialTokens};
+pub use sorted::SortedParent;
 pub use stored::Precision;
 
 /// The prefix of a source that names a repository of a hub.
@@ -105,12 +108,14 @@ impl Parent {
     /// # Errors
     /// When a file cannot be read any more.
     pub fn load(&self, ops: &dyn Operations) -> Result<Model> {
-        Model::from_tensors(&self.architecture, |spec| {
-            let (rows, columns) = stored::matrix(&spec.shape);
-            let tensor = ops.upload(&self.tensors.read(&spec.name)?, rows, columns)?;
-            for_blocks(ops, spec.role, tensor)
-        })?
-        .stacked(ops)
+        Model::from_tensors(&self.architecture, |spec| self.tensor(spec, ops))?.stacked(ops)
+    }
+
+    /// Reads one of the architecture's tensors, as blocks read it.
+    fn tensor(&self, spec: &TensorSpec, ops: &dyn Operations) -> Result<Tensor> {
+        let (rows, columns) = stored::matrix(&spec.shape);
+        let tensor = ops.upload(&self.tensors.read(&spec.name)?, rows, columns)?;
+        for_blocks(ops, spec.role, tensor)
     }
 
     /// The tokenizer, already checked against the vocabulary.

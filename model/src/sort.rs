@@ -1,17 +1,18 @@
 //! The order of every prunable axis, and the sorted model that computes the same function.
 //!
 //! After sorting, every variant is a prefix: the first KV groups with their query heads, the first MLP
-//! channels. Head dimensions, and so RoPE, are never permuted.
+//! channels. Head dimensions, and so RoPE, are never permuted. A parent that is sorted as it is read is
+//! `checkpoint`'s affair.
 
 use std::path::Path;
 
-use espalier_arch::{Attention, BlockShape, Role};
+use espalier_arch::{Architecture, Attention, BlockKind, BlockShape, Role};
 use serde::{Deserialize, Serialize};
 
 use crate::files;
 use crate::importance::Importance;
 use crate::ops::{Axis, Operations};
-use crate::{BlockWeights, Error, Model, Result};
+use crate::{Error, Model, Result, Tensor};
 
 /// The order of one block's prunable axis: entry `i` is the parent's index of what comes `i`-th.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,11 +56,11 @@ impl Permutation {
     /// # Errors
     /// When this is not a permutation of the model's axes.
     pub fn apply(&self, model: &Model, operations: &dyn Operations) -> Result<Model> {
-        self.check(model)?;
+        self.check(&model.architecture)?;
         let mut sorted = model.clone();
         let shapes = model.architecture.blocks.iter().map(|block| &block.shape);
         for ((weights, shape), permutation) in sorted.blocks.iter_mut().zip(shapes).zip(&self.blocks) {
-            *weights = permutation.apply(shape, weights, operations)?;
+            *weights = weights.map(&mut |role, tensor| permutation.sort(shape, role, tensor, operations))?;
         }
         sorted.stacked(operations)
     }
@@ -80,8 +81,9 @@ impl Permutation {
         files::read_json(path)
     }
 
-    fn check(&self, model: &Model) -> Result<()> {
-        let blocks = &model.architecture.blocks;
+    /// Refuses what is no permutation of the axes of this architecture.
+    pub(crate) fn check(&self, architecture: &Architecture) -> Result<()> {
+        let blocks = &architecture.blocks;
         if blocks.len() != self.blocks.len() {
             return Err(mismatch(
                 format!("{} blocks", blocks.len()),
@@ -123,27 +125,39 @@ fn mismatch(expected: String, found: String) -> Error {
 }
 
 impl BlockPermutation {
-    fn apply(
+    /// A tensor of a block of this shape, sorted; the same storage where nothing of it is permuted.
+    ///
+    /// # Errors
+    /// When the block is of another kind.
+    pub(crate) fn sort(
         &self,
         shape: &BlockShape,
-        weights: &BlockWeights,
+        role: Role,
+        tensor: &Tensor,
         operations: &dyn Operations,
-    ) -> Result<BlockWeights> {
+    ) -> Result<Tensor> {
         match (self, shape) {
             (Self::Attention { groups }, BlockShape::Attention(shape)) => {
-                sort_attention(groups, shape, weights, operations)
+                sort_attention(groups, shape, role, tensor, operations)
             }
-            (Self::Mlp { channels }, BlockShape::Mlp(_)) => weights.map(&mut |role, tensor| match role {
+            (Self::Mlp { channels }, BlockShape::Mlp(_)) => match role {
                 Role::Gate | Role::Up => operations.gather(tensor, channels, Axis::Rows),
                 Role::Down | Role::GateBias | Role::UpBias => {
                     operations.gather(tensor, channels, Axis::Columns)
                 }
                 _ => Ok(tensor.clone()),
-            }),
-            (_, shape) => Err(Error::BlockKind {
-                expected: weights.kind(),
+            },
+            (own, shape) => Err(Error::BlockKind {
+                expected: own.kind(),
                 found: shape.kind(),
             }),
+        }
+    }
+
+    fn kind(&self) -> BlockKind {
+        match self {
+            Self::Attention { .. } => BlockKind::Attention,
+            Self::Mlp { .. } => BlockKind::Mlp,
         }
     }
 }
@@ -151,22 +165,23 @@ impl BlockPermutation {
 fn sort_attention(
     groups: &[usize],
     shape: &Attention,
-    weights: &BlockWeights,
+    role: Role,
+    tensor: &Tensor,
     operations: &dyn Operations,
-) -> Result<BlockWeights> {
+) -> Result<Tensor> {
     let expand = |width: usize| -> Vec<usize> {
         groups
             .iter()
             .flat_map(|group| group * width..(group + 1) * width)
             .collect()
     };
-    let queries = expand(shape.queries_per_group * shape.head_dim);
-    let keys = expand(shape.head_dim);
-    weights.map(&mut |role, tensor| match role {
-        Role::Query => operations.gather(tensor, &queries, Axis::Rows),
-        Role::Key | Role::Value => operations.gather(tensor, &keys, Axis::Rows),
-        Role::Output | Role::QueryBias => operations.gather(tensor, &queries, Axis::Columns),
-        Role::KeyBias | Role::ValueBias => operations.gather(tensor, &keys, Axis::Columns),
+    let queries = || expand(shape.queries_per_group * shape.head_dim);
+    let keys = || expand(shape.head_dim);
+    match role {
+        Role::Query => operations.gather(tensor, &queries(), Axis::Rows),
+        Role::Key | Role::Value => operations.gather(tensor, &keys(), Axis::Rows),
+        Role::Output | Role::QueryBias => operations.gather(tensor, &queries(), Axis::Columns),
+        Role::KeyBias | Role::ValueBias => operations.gather(tensor, &keys(), Axis::Columns),
         _ => Ok(tensor.clone()),
-    })
+    }
 }

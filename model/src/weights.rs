@@ -12,6 +12,7 @@ mod stage;
 mod tensors;
 
 pub use stage::StageWeights;
+pub(crate) use stage::specs as stage_specs;
 pub(crate) use tensors::{for_blocks, is_vector, matrix_shape};
 
 /// Weights of one attention block.

@@ -30,8 +30,20 @@ fn attempt(
     task: &TaskSpec,
     stop_after: usize,
 ) -> Result<TaskOutput> {
+    attempt_within(None, store, gang, number, task, stop_after)
+}
+
+/// An attempt on a host where a parent's weights may take so many bytes.
+fn attempt_within(
+    limit: Option<u64>,
+    store: &Path,
+    gang: Option<Arc<dyn Gang>>,
+    number: u64,
+    task: &TaskSpec,
+    stop_after: usize,
+) -> Result<TaskOutput> {
     let store = BlockingStore::open(store.to_str().unwrap())?;
-    let backend = Backend::open(Device::Cpu, None)?;
+    let backend = Backend::open(Device::Cpu, limit)?;
     let steps = Arc::new(AtomicUsize::new(0));
     let seen = Arc::clone(&steps);
     let progress = Box::new(move |progress: espalier_proto::task::Progress| {
@@ -130,6 +142,26 @@ fn recover(ingested: &Ingested, pipeline_stages: u32, seed: u64) -> TaskSpec {
     })
 }
 
+/// Two ranks as two stages, where a parent's weights may take so many bytes.
+fn two_stages(limit: u64, store: &Path, task: &TaskSpec) -> Vec<Result<TaskOutput>> {
+    let gangs = local::LocalGang::all(2, DEADLINE);
+    std::thread::scope(|scope| {
+        let run = |gang| move || attempt_within(Some(limit), store, Some(gang), 2, task, usize::MAX);
+        let ranks = gangs.into_iter().map(|gang| scope.spawn(run(gang)));
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// The same recovery with something else about it.
+fn changed(task: TaskSpec, change: impl FnOnce(&mut Recover)) -> TaskSpec {
+    let TaskSpec::Recover(mut task) = task else {
+        panic!("not a recovery: {task:?}")
+    };
+    change(&mut task);
+    TaskSpec::Recover(task)
+}
+
 fn assert_equal(found: &Recovered, expected: &Recovered, which: &str) {
     assert_eq!(found.losses.len(), STEPS, "{which}");
     for (step, (found, expected)) in found.losses.iter().zip(&expected.losses).enumerate() {
@@ -182,6 +214,57 @@ fn ranks_leave_a_checkpoint_together_when_one_is_asked_and_fewer_go_on_from_it()
         for rank in gang(directory.path(), 2, 2, &task, usize::MAX) {
             assert_equal(&recovered(rank), &alone, &format!("{stages} stages"));
         }
+    }
+}
+
+#[test]
+fn stages_recover_from_a_parent_that_no_rank_has_room_for() {
+    let [alone, stages] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let ingested = ingest(alone.path());
+    assert_eq!(ingest(stages.path()), ingested);
+    // Without its first two blocks the student's stages are not those of its parent.
+    let skip = |task: &mut Recover| task.candidate.variants[..2].fill(Variant::Skip);
+    let whole = changed(recover(&ingested, 1, 5), skip);
+    let expected = recovered(attempt(alone.path(), None, 1, &whole, usize::MAX));
+    assert!(!expected.kept_untrained);
+    let bytes = 4 * ingested.architecture.parameters().total;
+    let refused = attempt_within(Some(bytes - 1), alone.path(), None, 2, &whole, usize::MAX).unwrap_err();
+    assert_eq!(refused.failure().kind, FailureKind::OutOfMemory);
+    assert!(refused.to_string().starts_with("the parent needs "), "{refused}");
+    let task = changed(recover(&ingested, 2, 5), skip);
+    // Both ends hold the tied embedding; half of the blocks each.
+    let ranks = two_stages(bytes * 7 / 10, stages.path(), &task);
+    for rank in ranks.into_iter().map(recovered) {
+        assert_equal(&rank, &expected, "two stages");
+    }
+    for refused in two_stages(
+        bytes / 4,
+        stages.path(),
+        &changed(task, |task| task.recipe.seed = 6),
+    ) {
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.starts_with("the parent's stage needs "), "{refused}");
+    }
+}
+
+#[test]
+fn stages_that_training_harms_leave_the_untrained_student_that_one_rank_leaves() {
+    let [alone, stages] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let ingested = ingest(alone.path());
+    ingest(stages.path());
+    let harmful = |task: &mut Recover| {
+        task.recipe.learning_rate = 0.3;
+        task.candidate.variants[1] = Variant::Skip;
+    };
+    let task = changed(recover(&ingested, 1, 5), harmful);
+    let expected = recovered(attempt(alone.path(), None, 1, &task, usize::MAX));
+    assert!(expected.kept_untrained);
+    let bytes = 4 * ingested.architecture.parameters().total;
+    let task = changed(recover(&ingested, 2, 5), harmful);
+    for rank in two_stages(bytes * 7 / 10, stages.path(), &task) {
+        let rank = recovered(rank);
+        assert!(rank.kept_untrained);
+        assert_eq!(rank.weights, expected.weights, "the same file");
     }
 }
 

@@ -9,7 +9,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use espalier_arch::Architecture;
+use espalier_arch::{Architecture, TensorSpec};
 use safetensors::{Dtype, View};
 use serde_json::Value;
 
@@ -35,6 +35,8 @@ enum Data<'a> {
     /// Brought to the host only when its turn comes.
     Tensor(&'a Tensor, &'a dyn Operations),
     Copied(Vec<f32>),
+    /// Made only when its turn comes. What cannot be made gives too few values, and whoever makes it says why.
+    Made(&'a dyn Fn(&TensorSpec) -> Vec<f32>, TensorSpec),
 }
 
 impl<'a> Outgoing<'a> {
@@ -86,6 +88,7 @@ impl View for Going<'_, '_> {
                 }
             },
             Data::Copied(values) => little_endian(values),
+            Data::Made(make, spec) => little_endian(&make(spec)),
         }
     }
 
@@ -277,6 +280,40 @@ fn end_of(offset: u64, shape: &[usize]) -> Option<u64> {
     offset.checked_add(elements.checked_mul(size_of::<f32>() as u64)?)
 }
 
+/// Writes what [`Model::save`] would write of a model of this shape, of which one tensor after the other is made, in
+/// no particular order, and none kept.
+///
+/// # Errors
+/// Those of `make`, and when the file cannot be written.
+pub(crate) fn save_model(
+    path: &Path,
+    architecture: &Architecture,
+    make: impl Fn(&TensorSpec) -> Result<Vec<f32>>,
+) -> Result<()> {
+    let failed = RefCell::new(None);
+    let make = |spec: &TensorSpec| match make(spec) {
+        Ok(values) => values,
+        Err(error) => {
+            failed.borrow_mut().get_or_insert(error);
+            Vec::new()
+        }
+    };
+    let tensors = architecture.tensors().into_iter().map(|spec| {
+        let (rows, columns) = super::tensors::matrix_shape(&spec.shape);
+        let outgoing = Outgoing {
+            shape: vec![rows, columns],
+            data: Data::Made(&make, spec.clone()),
+        };
+        (spec.name, outgoing)
+    });
+    let saved = save_tensors(path, tensors.collect(), &about(architecture));
+    failed.into_inner().map_or(saved, Err)
+}
+
+fn about(architecture: &Architecture) -> Value {
+    serde_json::json!({ "architecture": architecture })
+}
+
 impl Model {
     /// Writes the weights, exact to the bit, with the architecture beside them; whole or not at all.
     ///
@@ -287,8 +324,7 @@ impl Model {
         let tensors = named
             .into_iter()
             .map(|(spec, tensor)| (spec.name, Outgoing::of(tensor, operations)));
-        let metadata = serde_json::json!({ "architecture": self.architecture });
-        save_tensors(path, tensors.collect(), &metadata)
+        save_tensors(path, tensors.collect(), &about(&self.architecture))
     }
 
     /// Reads what [`Model::save`] wrote.

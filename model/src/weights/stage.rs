@@ -335,7 +335,7 @@ impl StageWeights {
 }
 
 /// Name and shape of every tensor of the stage with blocks `range`.
-fn specs(architecture: &Architecture, range: &Range<usize>) -> Vec<TensorSpec> {
+pub(crate) fn specs(architecture: &Architecture, range: &Range<usize>) -> Vec<TensorSpec> {
     let (first, last) = (range.start == 0, range.end == architecture.blocks.len());
     let mut specs = architecture.tensors();
     specs.retain(|spec| match (spec.block, spec.role) {

@@ -13,10 +13,13 @@ use crate::Result;
 pub struct Backend {
     pub(super) operations: Arc<dyn Operations>,
     pub(super) pulse: Pulse,
+    /// Bytes that a parent may take on the host.
+    pub(super) host_limit: Option<u64>,
 }
 
 impl Backend {
-    /// Opens `device`, of which tensors may take `memory_limit` bytes (see [`ops::open`]).
+    /// Opens `device`, of which tensors may take `memory_limit` bytes (see [`ops::open`]); on the host, the parent's
+    /// weights alone.
     ///
     /// # Errors
     /// When the device is a GPU that is not there, too old or full, or a library that it needs is missing.
@@ -26,6 +29,7 @@ impl Backend {
         Ok(Self {
             operations: Arc::new(operations),
             pulse,
+            host_limit: memory_limit.filter(|_| device == Device::Cpu),
         })
     }
 

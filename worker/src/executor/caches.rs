@@ -1,14 +1,16 @@
-//! What a child keeps between attempts: the parent, and its activations for one shard.
+//! What a child keeps between attempts: the parent, or its stage of one, and its activations for one shard.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use espalier_model::checkpoint::Parent;
+use espalier_arch::Architecture;
+use espalier_model::checkpoint::{Parent, SortedParent};
 use espalier_model::ops::Layout;
 use espalier_model::runner::Runner;
 use espalier_model::sort::Permutation;
-use espalier_model::{Model, Tensor};
+use espalier_model::{Model, StageWeights, Tensor};
 use espalier_proto::task::{ArtifactId, ParentRef, Shard};
 
 use super::Context;
@@ -25,6 +27,15 @@ pub struct Resident {
     pub model: Arc<Model>,
     /// Runs it.
     pub runner: Runner,
+}
+
+/// A stage of a parent in memory, sorted if its reference says so, and where the rest is.
+#[derive(Debug)]
+pub(super) struct ResidentStage {
+    /// The parent's files.
+    pub source: SortedParent,
+    /// The stage.
+    pub weights: StageWeights,
 }
 
 /// Activations of the parent for some sequences that run together.
@@ -44,6 +55,7 @@ pub(super) struct Batch {
 #[derive(Debug, Default)]
 pub struct Caches {
     parent: Option<(ParentRef, Arc<Resident>)>,
+    stage: Option<(ParentRef, Arc<ResidentStage>)>,
     batches: Option<(ParentRef, ArtifactId, bool, Arc<Vec<Batch>>)>,
     finals: FinalStates,
 }
@@ -94,6 +106,36 @@ impl Caches {
         let resident = Arc::new(load(context, reference)?);
         self.parent = Some((reference.clone(), Arc::clone(&resident)));
         Ok(resident)
+    }
+
+    /// The parent's stage with the blocks that `choose` gives of its shape, loaded and sorted on first use. Nothing
+    /// else of it is loaded, and nothing kept beside it.
+    ///
+    /// # Errors
+    /// Those of `choose`, when the stage does not fit the device, and as [`Caches::parent`].
+    pub(super) fn stage(
+        &mut self,
+        context: &Context<'_>,
+        reference: &ParentRef,
+        choose: impl Fn(&Architecture) -> Result<Range<usize>>,
+    ) -> Result<Arc<ResidentStage>> {
+        if let Some((kept, stage)) = &self.stage
+            && kept == reference
+            && choose(stage.weights.architecture())? == stage.weights.range()
+        {
+            return Ok(Arc::clone(stage));
+        }
+        self.clear();
+        context.progress(0, 0, "", || format!("loading a stage of {}", reference.source))?;
+        let source = open(context, reference)?;
+        let range = choose(&source.parent().architecture)?;
+        let operations = &*context.operations;
+        let bytes = source.stage_bytes(&range, operations);
+        context.plan().expect_room("the parent's stage", bytes)?;
+        let weights = source.stage(range, operations)?;
+        let stage = Arc::new(ResidentStage { source, weights });
+        self.stage = Some((reference.clone(), Arc::clone(&stage)));
+        Ok(stage)
     }
 
     /// A shard's tokens and the parent's activations for them, computed on first use. Block inputs are among
@@ -217,7 +259,8 @@ impl FinalStates {
     }
 }
 
-fn load(context: &Context<'_>, reference: &ParentRef) -> Result<Resident> {
+/// Opens a parent in its order; no weight is read.
+fn open(context: &Context<'_>, reference: &ParentRef) -> Result<SortedParent> {
     let parent = Parent::open(&reference.source)?;
     let fingerprint = parent.fingerprint()?;
     if fingerprint != reference.fingerprint {
@@ -229,17 +272,28 @@ fn load(context: &Context<'_>, reference: &ParentRef) -> Result<Resident> {
             ),
         });
     }
+    let permutation = match &reference.permutation {
+        Some(artifact) => {
+            let path = context.store.get_file(&artifact.0)?;
+            Some(load_permutation(&path, artifact)?)
+        }
+        None => None,
+    };
+    Ok(SortedParent::new(parent, permutation)?)
+}
+
+fn load(context: &Context<'_>, reference: &ParentRef) -> Result<Resident> {
+    let source = open(context, reference)?;
     let operations = &context.operations;
-    let mut model = parent.load(&**operations)?;
-    if let Some(permutation) = &reference.permutation {
-        let path = context.store.get_file(&permutation.0)?;
-        model = load_permutation(&path, permutation)?.apply(&model, &**operations)?;
-    }
+    let blocks = 0..source.parent().architecture.blocks.len();
+    let bytes = source.stage_bytes(&blocks, &**operations);
+    context.plan().expect_room("the parent", bytes)?;
+    let model = source.load(&**operations)?;
     operations.prepare(&model.architecture)?;
     let model = Arc::new(model);
     let runner = Runner::new(Arc::clone(operations), Arc::clone(&model));
     Ok(Resident {
-        parent,
+        parent: source.into_parent(),
         model,
         runner,
     })

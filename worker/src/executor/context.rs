@@ -48,12 +48,17 @@ pub struct Context<'a> {
     leaves_checkpoints: Cell<bool>,
     last_progress: Cell<Option<Instant>>,
     pulse: Pulse,
+    host_limit: Option<u64>,
 }
 
 impl<'a> Context<'a> {
     /// An attempt on this device.
     pub fn new(backend: &Backend, store: &'a BlockingStore, progress: ProgressSink, stop: StopFlag) -> Self {
-        let Backend { operations, pulse } = backend.clone();
+        let Backend {
+            operations,
+            pulse,
+            host_limit,
+        } = backend.clone();
         Self {
             operations,
             store,
@@ -64,12 +69,13 @@ impl<'a> Context<'a> {
             leaves_checkpoints: Cell::new(false),
             last_progress: Cell::new(None),
             pulse,
+            host_limit,
         }
     }
 
     /// How much is done at a time on the device, and kept there, as it is now.
     pub(super) fn plan(&self) -> Plan {
-        Plan::of(self.operations.accelerator().as_ref())
+        Plan::of(self.operations.accelerator().as_ref()).with_host_limit(self.host_limit)
     }
 
     /// The same for the attempt of this number.

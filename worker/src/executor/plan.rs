@@ -49,6 +49,8 @@ const SMALL_THINGS: usize = 192 << 20;
 pub(super) struct Plan {
     /// Bytes that further tensors may take; none on the host.
     free: Option<usize>,
+    /// Bytes that a parent's weights may take on the host, where there is a limit.
+    host_limit: Option<usize>,
 }
 
 /// How a student is trained.
@@ -68,7 +70,33 @@ impl Plan {
     /// For the device as it is now; none is the host.
     pub fn of(accelerator: Option<&Accelerator>) -> Self {
         let free = accelerator.map(|device| usize::try_from(device.memory_free()).unwrap_or(usize::MAX));
-        Self { free }
+        Self {
+            free,
+            host_limit: None,
+        }
+    }
+
+    /// The same, where weights on the host may take so many bytes.
+    pub fn with_host_limit(self, bytes: Option<u64>) -> Self {
+        Self {
+            host_limit: bytes.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),
+            ..self
+        }
+    }
+
+    /// Whether weights of so many bytes can be loaded.
+    ///
+    /// # Errors
+    /// When they take more than is free.
+    pub fn expect_room(self, what: &'static str, bytes: usize) -> Result<()> {
+        match self.free.or(self.host_limit) {
+            Some(free) if free < bytes => Err(Error::NoRoom {
+                what,
+                needed: bytes as u64,
+                free: free as u64,
+            }),
+            _ => Ok(()),
+        }
     }
 
     /// Rows of `model` that run together when nothing is trained.
@@ -94,7 +122,7 @@ impl Plan {
     /// The same, where so many bytes more can be given up.
     pub fn with_more(self, bytes: usize) -> Self {
         let free = self.free.map(|free| free.saturating_add(bytes));
-        Self { free }
+        Self { free, ..self }
     }
 
     /// For training a student on sequences of `tokens` tokens, at most `sequences` of them together, as one of the ranks

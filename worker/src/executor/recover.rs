@@ -5,29 +5,31 @@
 //! many ranks. Distillation can make a model worse: when the loss on a fixed slice of the training data is higher after
 //! than before, the untrained weights are kept.
 //!
-//! Rooms: [`corpus`] has the sequences and their order, [`team`] what ranks tell each other, [`checkpoint`] what an
-//! attempt leaves for the next.
+//! Rooms: [`corpus`] has the sequences and their order, [`team`] what ranks tell each other, [`teacher`] what a rank
+//! holds of the parent, [`checkpoint`] what an attempt leaves for the next.
 
 mod checkpoint;
 mod corpus;
+mod teacher;
 mod team;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
+use espalier_arch::Architecture;
 use espalier_model::ops::Layout;
 use espalier_model::ops::cpu::CpuOperations;
-use espalier_model::train::{
-    Grid, Hyperparameters, MicroBatch, Objective, Parts, Schedule, Step, Trainer, split,
-};
-use espalier_model::{Model, StageWeights, Tensor};
+use espalier_model::train::{Grid, Hyperparameters, MicroBatch, Objective, Parts, Schedule, Step, Trainer};
+use espalier_model::{Model, Tensor};
 use espalier_proto::task::{ArtifactId, Recipe, Recover, Recovered};
 
 use super::plan::Training;
-use super::{Caches, Context, Resident};
+use super::{Caches, Context};
 use crate::{Error, Result};
 use checkpoint::{Begun, Checkpoint, Checkpoints};
 use corpus::{Corpus, Order};
+use teacher::Teacher;
 use team::Team;
 
 /// Sequences whose loss before and after guards against training that harms.
@@ -38,7 +40,9 @@ struct Attempt<'a, 'b> {
     context: &'a Context<'b>,
     task: &'a Recover,
     corpus: Corpus<'a>,
-    resident: Arc<Resident>,
+    teacher: Teacher,
+    /// The shape of what is trained.
+    student: Architecture,
     team: Team,
     steps: usize,
     /// How much of it the device takes at a time.
@@ -65,13 +69,13 @@ impl Course {
 pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Recover) -> Result<Recovered> {
     validate(&task.recipe)?;
     let team = Team::of(context, &task.recipe)?;
-    let resident = caches.parent(context, &task.parent)?;
+    let teacher = Teacher::load(context, caches, task, &team)?;
     caches.clear_batches();
-    let corpus = Corpus::read(context, task, resident.model.architecture.vocab_size)?;
+    let parent = teacher.architecture();
+    let corpus = Corpus::read(context, task, parent.vocab_size)?;
     let step_tokens = task.recipe.batch_sequences.saturating_mul(corpus.sequence_tokens);
     let tokens = usize::try_from(task.recipe.tokens).unwrap_or(usize::MAX);
     let steps = (tokens / step_tokens.max(1)).max(1);
-    let parent = &resident.model.architecture;
     let student = parent.with_candidate(&task.candidate)?;
     let batch = task.recipe.batch_sequences.div_ceil(team.layers().replicas);
     // States that an earlier recovery left stay where there is room for them.
@@ -88,7 +92,8 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Recover) ->
         context,
         task,
         corpus,
-        resident,
+        teacher,
+        student,
         team,
         steps,
         training,
@@ -124,9 +129,8 @@ impl Attempt<'_, '_> {
     }
 
     fn train_on(&self, caches: &mut Caches, leaving: &mut Option<Begun>) -> Result<Recovered> {
-        let untrained = self.resident.model.slice(&self.task.candidate)?;
         let mut checkpoints = Checkpoints::of(self.context, &self.team, self.task)?;
-        let mut course = self.begin(caches, &checkpoints, &untrained)?;
+        let mut course = self.begin(caches, &checkpoints)?;
         self.context.leave_checkpoints();
         let order = Order::new(self.corpus.len(), self.task.recipe.seed);
         // On a device that computes by itself a step is read when the next one is on its way.
@@ -152,7 +156,7 @@ impl Attempt<'_, '_> {
                 return Err(Error::Cancelled);
             }
         }
-        self.conclude(caches, &checkpoints, course, &untrained)
+        self.conclude(caches, &checkpoints, course)
     }
 
     /// Finishes the checkpoint that is being written, when every rank has written its share or another one is due,
@@ -193,7 +197,6 @@ impl Attempt<'_, '_> {
         caches: &mut Caches,
         checkpoints: &Checkpoints<'_, '_>,
         mut course: Course,
-        untrained: &Model,
     ) -> Result<Recovered> {
         let seconds = course.seconds();
         let (before, after) = (course.before, self.guard_loss(caches, &mut course.trainer)?);
@@ -206,7 +209,9 @@ impl Attempt<'_, '_> {
             );
         }
         let weights = match (kept_untrained, self.team.layers().stages) {
-            (true, _) => self.write_once(|| self.write(untrained))?,
+            (true, _) => {
+                self.write_once(|| self.teacher.write_untrained(self.context, &self.task.candidate))?
+            }
             (false, 1) => {
                 let trained = course.trainer.into_model()?;
                 self.write_once(|| self.write(&trained))?
@@ -271,16 +276,11 @@ impl Attempt<'_, '_> {
     }
 
     /// A fresh trainer, or the one that earlier attempts left.
-    fn begin(
-        &self,
-        caches: &mut Caches,
-        checkpoints: &Checkpoints<'_, '_>,
-        untrained: &Model,
-    ) -> Result<Course> {
+    fn begin(&self, caches: &mut Caches, checkpoints: &Checkpoints<'_, '_>) -> Result<Course> {
         // Ranks find each other once, whatever becomes of the checkpoints.
         let mut grid = self.team.grid()?;
         for (checkpoint, whose) in checkpoints.earlier(self.task, self.steps)? {
-            let opened = self.opened(checkpoints, &checkpoint, untrained);
+            let opened = self.opened(checkpoints, &checkpoint);
             if let Err(error) = &opened {
                 // Its attempt may be at work yet and have replaced it, or somebody may have damaged it.
                 tracing::warn!(%error, whose, "a checkpoint cannot be used");
@@ -291,7 +291,7 @@ impl Attempt<'_, '_> {
                 continue;
             }
             let (operations, kept) = (self.operations(), self.training.activation_bytes);
-            let blocks = self.blocks(untrained)?;
+            let blocks = self.blocks()?;
             let trainer = Trainer::resume(operations, &parts, blocks, grid.take(), kept)?;
             tracing::info!(
                 step = checkpoint.losses.len(),
@@ -306,7 +306,7 @@ impl Attempt<'_, '_> {
                 begun: Instant::now(),
             });
         }
-        let mut trainer = self.fresh(untrained, grid)?;
+        let mut trainer = self.fresh(grid)?;
         let before = self.guard_loss(caches, &mut trainer)?;
         Ok(Course {
             trainer,
@@ -318,15 +318,10 @@ impl Attempt<'_, '_> {
     }
 
     /// A checkpoint's shares, of the student's shape and the step that the record says.
-    fn opened(
-        &self,
-        checkpoints: &Checkpoints<'_, '_>,
-        checkpoint: &Checkpoint,
-        untrained: &Model,
-    ) -> Result<Parts> {
+    fn opened(&self, checkpoints: &Checkpoints<'_, '_>, checkpoint: &Checkpoint) -> Result<Parts> {
         let parts = checkpoints.open(checkpoint)?;
         let (steps, recorded) = (parts.steps(), checkpoint.losses.len());
-        let reason = if *parts.architecture() != untrained.architecture {
+        let reason = if *parts.architecture() != self.student {
             "it is of a model of another shape".to_owned()
         } else if usize::try_from(steps) != Ok(recorded) {
             format!("it is of step {steps}, expected {recorded}, of which its record has the losses")
@@ -340,33 +335,28 @@ impl Attempt<'_, '_> {
         })
     }
 
-    fn fresh(&self, untrained: &Model, grid: Option<Grid>) -> Result<Trainer> {
+    fn fresh(&self, grid: Option<Grid>) -> Result<Trainer> {
         let (operations, kept) = (self.operations(), self.training.activation_bytes);
+        let candidate = &self.task.candidate;
+        let untrained = self.teacher.untrained(&*operations, candidate, self.blocks()?)?;
         let trainer = match grid {
-            None => Trainer::new(operations, untrained, kept)?,
-            Some(grid) => {
-                let stage = StageWeights::of(untrained, self.blocks(untrained)?)?;
-                Trainer::join(operations, &stage, grid, kept)?
-            }
+            None => Trainer::new(operations, &untrained.into_model()?, kept)?,
+            Some(grid) => Trainer::join(operations, &untrained, grid, kept)?,
         };
         self.taught(trainer)
     }
 
     /// The trainer, with the parent's stage where there are several: their states are nowhere to be found whole.
     fn taught(&self, trainer: Trainer) -> Result<Trainer> {
-        if self.team.layers().stages == 1 {
-            return Ok(trainer);
+        match &self.teacher {
+            Teacher::Whole(_) => Ok(trainer),
+            Teacher::Stage(stage) => Ok(trainer.with_parent(stage.weights.clone())?),
         }
-        let parent = &self.resident.model;
-        let stage = StageWeights::of(parent, self.blocks(parent)?)?;
-        Ok(trainer.with_parent(stage)?)
     }
 
-    /// The blocks of a model that are this rank's.
-    fn blocks(&self, model: &Model) -> Result<std::ops::Range<usize>> {
-        let stages = self.team.layers().stages;
-        let cut = split::cut(&model.architecture, stages, self.corpus.sequence_tokens)?;
-        Ok(cut.get(self.team.stage()).cloned().unwrap_or_default())
+    /// The student's blocks that are this rank's.
+    fn blocks(&self) -> Result<Range<usize>> {
+        self.team.blocks(&self.student, self.corpus.sequence_tokens)
     }
 
     fn operations(&self) -> Arc<dyn espalier_model::ops::Operations> {
@@ -426,9 +416,11 @@ impl Attempt<'_, '_> {
         for place in chosen {
             sequences.push(self.corpus.sequence(*place)?);
         }
-        let states = match self.team.layers().stages {
-            1 => Some(caches.final_states(self.context, &self.task.parent, &sequences, &self.training)?),
-            _ => None,
+        let states = match &self.teacher {
+            Teacher::Whole(_) => {
+                Some(caches.final_states(self.context, &self.task.parent, &sequences, &self.training)?)
+            }
+            Teacher::Stage(_) => None,
         };
         let tokens = sequences.iter().flat_map(|sequence| sequence.tokens).copied();
         Ok(Lesson {
@@ -461,12 +453,12 @@ struct Lesson {
 
 impl Lesson {
     fn batch<'a>(&'a self, attempt: &'a Attempt<'_, '_>) -> MicroBatch<'a> {
-        let objective = match &self.states {
-            Some(hidden) => Objective::Distil {
+        let objective = match (&self.states, &attempt.teacher) {
+            (Some(hidden), Teacher::Whole(resident)) => Objective::Distil {
                 hidden,
-                head: attempt.resident.model.head(),
+                head: resident.model.head(),
             },
-            None => Objective::FromParent,
+            _ => Objective::FromParent,
         };
         MicroBatch {
             tokens: &self.tokens,

@@ -1,11 +1,13 @@
 //! The ranks that recover one student together: how they are laid out, and what they tell each other beside
 //! tensors. One rank alone asks nobody.
 
+use std::ops::Range;
 use std::sync::Arc;
 
+use espalier_arch::Architecture;
 use espalier_model::collective::Gang;
 use espalier_model::collective::mesh::EXCHANGED;
-use espalier_model::train::{Grid, Layers};
+use espalier_model::train::{Grid, Layers, split};
 use espalier_proto::task::Recipe;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -59,8 +61,17 @@ impl Team {
     }
 
     /// The stage that this rank holds.
-    pub fn stage(&self) -> usize {
+    fn stage(&self) -> usize {
         self.rank() / self.layers.replicas
+    }
+
+    /// The blocks of a model that are this rank's, when it runs over sequences of `tokens` tokens.
+    ///
+    /// # Errors
+    /// When it has fewer blocks than there are stages.
+    pub fn blocks(&self, architecture: &Architecture, tokens: usize) -> Result<Range<usize>> {
+        let cut = split::cut(architecture, self.layers.stages, tokens)?;
+        Ok(cut.get(self.stage()).cloned().unwrap_or_default())
     }
 
     /// What a trainer needs of the others; none for one that works alone.
