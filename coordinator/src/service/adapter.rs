@@ -129,10 +129,13 @@ fn needs(spec: &TaskSpec, weights: Weights) -> Needs {
         | TaskSpec::Score(_)
         | TaskSpec::DepthOrder(_)
         | TaskSpec::Rank(_)
-        | TaskSpec::Recover(_)
         | TaskSpec::Evaluate(_)
         | TaskSpec::Export(_)
         | TaskSpec::Verify(_) => weights.parent,
+        // A rank holds its stage alone; a gang of fewer ranks has as many stages.
+        TaskSpec::Recover(recover) => weights
+            .parent
+            .div_ceil(u64::from(recover.recipe.pipeline_stages).max(1)),
     };
     let (ranks, rank_multiple) = match spec {
         TaskSpec::Recover(recover) => (recover.recipe.ranks, recover.recipe.pipeline_stages),
