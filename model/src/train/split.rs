@@ -21,12 +21,16 @@ struct Weight {
     parameters: f64,
 }
 
-/// Blocks of each of `stages` stages over sequences of `tokens` tokens: all blocks, in order, at least one each.
+/// Blocks of each of `stages` stages over sequences of `tokens` tokens: all blocks, in order, at least one each. A
+/// model without a block is one stage.
 ///
 /// # Errors
 /// When there are fewer blocks than stages, or no stage.
 pub fn cut(architecture: &Architecture, stages: usize, tokens: usize) -> Result<Vec<Range<usize>>> {
     let blocks = architecture.blocks.len();
+    if stages == 1 {
+        return Ok(std::iter::once(0..blocks).collect());
+    }
     if stages == 0 || blocks < stages {
         return Err(Error::OutOfRange {
             what: "pipeline stages",
@@ -163,6 +167,11 @@ mod tests {
         let error = cut(&architecture(1, 16), 3, 8).unwrap_err().to_string();
         assert!(error.contains("stages is 3, expected 1 to 2"), "{error}");
         assert!(cut(&architecture(1, 16), 0, 8).is_err());
+        let mut bare = architecture(1, 16);
+        bare.blocks.clear();
+        let whole: Vec<_> = std::iter::once(0..0).collect();
+        assert_eq!(cut(&bare, 1, 8).unwrap(), whole);
+        assert!(cut(&bare, 2, 8).is_err());
     }
 
     proptest! {
