@@ -1,0 +1,86 @@
+"""Memory of this process and of the machine, bytes."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+SAMPLE_EVERY = 0.02
+
+
+def proportional():
+    """What this process holds, shared pages by their share."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    raise OSError("/proc/self/smaps_rollup has no line 'Pss:'")
+
+
+class Sampler:
+    """Remembers the most that the process held, by a thread that looks."""
+
+    def __init__(self):
+        self.peak = proportional()
+        self.lock = threading.Lock()
+        self.thread = threading.Thread(target=self.look, name="memory", daemon=True)
+
+    def start(self):
+        self.thread.start()
+
+    def look(self):
+        while True:
+            took = time.perf_counter()
+            held = proportional()
+            with self.lock:
+                self.peak = max(self.peak, held)
+            # Many mappings take long to sum up: no more than a twentieth of a processor goes into looking.
+            time.sleep(max(SAMPLE_EVERY, 20 * (time.perf_counter() - took)))
+
+    def take(self):
+        """Held now, and at most since this was last asked."""
+        held = proportional()
+        with self.lock:
+            peak, self.peak = max(self.peak, held), held
+        return held, peak
+
+
+def number_in(file):
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+class ControlGroup:
+    """What the control group allows and uses, by either version of them; None where it says nothing."""
+
+    def __init__(self, root=Path("/sys/fs/cgroup")):
+        old = root / "memory"
+        self.most = number_in(root / "memory.max") or number_in(old / "memory.limit_in_bytes")
+        self.used = number_in(root / "memory.current") or number_in(old / "memory.usage_in_bytes")
+        # Files that were read lately and can be dropped are no use of memory.
+        for file, key in ((root / "memory.stat", "inactive_file"), (old / "memory.stat", "total_inactive_file")):
+            if self.used is not None and file.exists():
+                kept = dict(line.split() for line in file.read_text().splitlines())
+                self.used -= int(kept.get(key, 0))
+
+
+def limit():
+    """The control group's limit, or the machine's memory."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(machine, ControlGroup().most or machine)
+
+
+def available():
+    """What can still be had, in the machine and in the control group; None where nothing says."""
+    free = []
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            free += [int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:")]
+    except OSError:
+        pass
+    group = ControlGroup()
+    if group.most is not None and group.used is not None:
+        free.append(max(0, group.most - group.used))
+    return min(free, default=None)

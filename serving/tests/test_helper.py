@@ -1,0 +1,350 @@
+"""The helper's lines, timing and ends, by the fake one, which has no vLLM.
+
+python3 -m unittest discover -s serving/tests -p test_helper.py
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from client import Client, Refused  # noqa: E402
+from espalier_vllm.helper import prompts, requests  # noqa: E402
+
+FAKE = [sys.executable, str(HERE / "fake_helper.py"), "-m", "espalier_vllm.helper"]
+
+
+def attention(heads=2, kv_heads=1, head_dim=32):
+    return {
+        "type": "attention",
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def mlp(width):
+    return {"type": "mlp", "intermediate_size": width}
+
+
+def config(*blocks):
+    return {"model_type": "espalier", "vocab_size": 100, "hidden_size": 64, "blocks": list(blocks)}
+
+
+OPTIONS = {
+    "precision": "f32",
+    "max_tokens": 64,
+    "max_sequences": 8,
+    "max_context": 256,
+    "kv_bytes": 1 << 20,
+    "block_tokens": 32,
+}
+
+
+class Helper(unittest.TestCase):
+    def fake(self, greeted=True, **environment):
+        client = Client(FAKE, {f"FAKE_VLLM{'_' * bool(key)}{key}": value for key, value in environment.items()})
+        self.addCleanup(client.__exit__)
+        if greeted:
+            client.ask("hello", protocol=1)
+        return client
+
+    def misbehaving(self, plan, **more):
+        client = Client(FAKE, {"FAKE_VLLM": plan, **more})
+        self.addCleanup(client.__exit__)
+        return client
+
+    def refused(self, kind, client, verb, **fields):
+        with self.assertRaises(Refused) as caught:
+            client.ask(verb, 20, **fields)
+        self.assertEqual(caught.exception.kind, kind, str(caught.exception))
+        return str(caught.exception)
+
+
+class Lines(Helper):
+    def test_a_session_opens_times_and_closes_an_engine(self):
+        client = self.fake()
+        opened = client.ask("open", engine="a", config=config(attention(), mlp(64)), **OPTIONS)
+        self.assertEqual(opened["block_bytes"], 32 * 2 * 32 * 4)
+        self.assertEqual(opened["kv_bytes_per_token"], {"0": 2 * 32 * 4})
+        timed = client.ask("steps", engine="a", point={"decode": {"context": 40, "sequences": 4}}, repeats=6)
+        self.assertEqual(len(timed["wall_ms"]), 6)
+        self.assertEqual(timed["context"], 40)
+        client.ask("close", engine="a")
+        self.refused("unknown_engine", client, "close", engine="a")
+        self.assertEqual(client.end(), 0)
+
+    def test_nothing_is_answered_before_hello_and_hello_comes_once(self):
+        client = self.fake(greeted=False)
+        self.refused("protocol", client, "memory")
+        client.ask("hello", protocol=1)
+        self.assertIn("twice", self.refused("protocol", client, "hello", protocol=1))
+
+    def test_another_protocol_is_refused_with_both_versions(self):
+        client = self.fake(greeted=False)
+        says = self.refused("protocol", client, "hello", protocol=2)
+        self.assertIn("protocol 1, found 2", says)
+
+    def test_an_untested_version_is_refused_unless_it_is_trusted(self):
+        client = self.fake(greeted=False, VERSION="0.33.1")
+        self.refused("version", client, "hello", protocol=1)
+        self.assertFalse(client.ask("hello", protocol=1, trusted_versions=["0.33"])["tested"])
+
+    def test_lines_that_are_no_requests_are_answered_and_the_session_goes_on(self):
+        client = self.fake()
+        for line in (b"\xff\xfe\n", b"{\n", b"[1]\n", b'{"memory":{}}\n', b"[" * 100_000 + b"\n"):
+            client.send(line)
+            answer = client.line(10)
+            self.assertIsNone(answer["id"])
+            self.assertEqual(answer["error"]["kind"], "protocol")
+        client.send(b'{"id":7,"memory":{},"close":{"engine":"a"}}\n')
+        self.assertEqual(client.line(10)["id"], 7)
+        self.assertGreater(client.ask("memory")["pss_bytes"], 0)
+
+    def test_requests_are_refused_by_the_field_that_is_wrong(self):
+        client = self.fake()
+        good = {"engine": "a", "config": config(attention()), **OPTIONS}
+        for changes, says in (
+            ({"precision": "fp8"}, "'precision'"),
+            ({"max_tokens": True}, "'max_tokens'"),
+            ({"kv_bytes": 1.5}, "'kv_bytes'"),
+            ({"directory": "/x"}, "either 'config' or 'directory'"),
+            ({"spped": 1}, "'spped'"),
+            ({"gpu_memory_utilization": 0}, "'gpu_memory_utilization'"),
+        ):
+            self.assertIn(says, self.refused("protocol", client, "open", **{**good, **changes}))
+        del good["max_context"]
+        self.assertIn("'max_context'", self.refused("protocol", client, "open", **good))
+
+    def test_a_line_that_is_too_long_is_told_and_ends_the_session(self):
+        client = self.fake()
+        for _ in range(17):
+            client.send(b"x" * (1 << 20))
+        self.assertTrue(client.line(10)["error"]["fatal"])
+        client.process.wait(5)
+
+
+class Ends(Helper):
+    def test_the_end_of_input_ends_it_in_the_middle_of_a_request(self):
+        client = self.misbehaving("hello=stall")
+        client.send(b'{"id":1,"hello":{"protocol":1}}\n')
+        client.line(10)
+        start = time.monotonic()
+        self.assertEqual(client.end(), -signal.SIGKILL)
+        self.assertLess(time.monotonic() - start, 5)
+
+    def test_what_it_started_ends_with_it(self):
+        client = self.misbehaving("hello=orphan,memory=stall")
+        client.ask("hello", protocol=1)
+        client.send(b'{"id":9,"memory":{}}\n')
+        client.line(10)
+        client.end()
+        with self.assertRaises(ProcessLookupError):
+            for _ in range(50):
+                os.killpg(client.process.pid, 0)
+                time.sleep(0.1)
+
+    def test_it_ends_when_its_parent_does(self):
+        reader, writer = os.pipe()
+        holder = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            # The grandparent keeps the input open, so that only the parent's death is left to see.
+            os.dup2(holder[0], 0)
+            child = os.fork()
+            if child == 0:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 3)
+                os.setsid()
+                os.execve(sys.executable, FAKE, dict(os.environ))
+            os.write(writer, str(child).encode())
+            time.sleep(1)
+            os._exit(0)
+        child = int(os.read(reader, 32))
+        os.waitpid(middle, 0)
+        self.assertTrue(gone_within(child, 5))
+        for each in (reader, writer, *holder):
+            os.close(each)
+
+
+def gone_within(process, seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+class Measures(Helper):
+    def setUp(self):
+        self.client = self.fake()
+        self.client.ask("open", engine="a", config=config(attention(), mlp(64)), **OPTIONS)
+
+    def test_prompts_in_several_steps_leave_all_sequences_at_the_same_context(self):
+        # 8 × 40 tokens are five steps of 64 and more: early sequences run ahead meanwhile.
+        timed = self.client.ask("steps", engine="a", point={"decode": {"context": 40, "sequences": 8}}, repeats=4)
+        self.assertEqual(timed["context"], 40)
+
+    def test_a_prefill_is_one_step_of_all_prompts(self):
+        timed = self.client.ask("steps", engine="a", point={"prefill": {"tokens": 32, "sequences": 2}}, repeats=3)
+        hidden = 64
+        weights = [2 * hidden * 32 * 3, 3 * hidden * 64]
+        expected = 200 + 64 / 2 + sum(10 + w / 500 + 64 * w / 20000 for w in weights) + 2 * 32 * 32 * 2 * 32 / 400
+        for value in timed["wall_ms"]:
+            self.assertAlmostEqual(value, expected / 1e3, places=5)
+
+    def test_points_that_the_engine_cannot_hold_are_invalid_by_name(self):
+        for point, says in (
+            ({"prefill": {"tokens": 33, "sequences": 2}}, "max_tokens, 64"),
+            ({"decode": {"context": 256, "sequences": 1}}, "max_context, 256"),
+            ({"decode": {"context": 40, "sequences": 9}}, "max_sequences, 8"),
+            ({"decode": {"context": 3, "sequences": 1}}, "point.decode.context is 3"),
+        ):
+            found = self.refused("invalid", self.client, "steps", engine="a", point=point, repeats=4)
+            self.assertIn(says, found)
+        # And the next is measured as if nothing had been.
+        self.client.ask("steps", engine="a", point={"decode": {"context": 40, "sequences": 8}}, repeats=4)
+
+    def test_a_workload_keeps_its_concurrency_until_the_last_requests(self):
+        workload = {"prompt_tokens": 20, "output_tokens": 10, "concurrency": 4}
+        answer = self.client.ask("serve", engine="a", workload=workload, requests=12)
+        for key in ("first_token_ms", "per_token_ms", "end_to_end_ms"):
+            self.assertEqual(len(answer[key]), 12)
+        self.assertEqual(answer["peak_running"], 4)
+        self.assertEqual(answer["preemptions"], 0)
+        self.assertEqual(answer["steps"], 31)
+        self.assertAlmostEqual(answer["output_tokens_per_second"], 120 / answer["seconds"], delta=1)
+        alone = self.client.ask("serve", engine="a", workload={**workload, "output_tokens": 1}, requests=4)
+        self.assertEqual(alone["per_token_ms"], [])
+
+    def test_blocks_that_are_too_few_show_as_preemptions(self):
+        # Four sequences of 64 tokens need eight blocks of 32 beside the null block.
+        block = 32 * 2 * 32 * 4
+        workload = {"prompt_tokens": 31, "output_tokens": 33, "concurrency": 4}
+        found = {}
+        for blocks in (9, 8):
+            self.client.ask(
+                "open",
+                engine=f"b{blocks}",
+                config=config(attention()),
+                **{**OPTIONS, "max_tokens": 256, "kv_bytes": blocks * block},
+            )
+            found[blocks] = self.client.ask("serve", engine=f"b{blocks}", workload=workload, requests=4)["preemptions"]
+        self.assertEqual(found[9], 0)
+        self.assertGreater(found[8], 0)
+
+    def test_generated_text_has_log_probabilities_of_prompts_where_they_are_asked_for(self):
+        answer = self.client.ask("generate", engine="a", prompts=[[1, 2, 3], [4]], new_tokens=5, log_probabilities=True)
+        self.assertEqual([len(row) for row in answer["tokens"]], [5, 5])
+        self.assertEqual([len(row) for row in answer["log_probabilities"]], [2, 0])
+        answer = self.client.ask("generate", engine="a", prompts=[[1]], new_tokens=1)
+        self.assertIsNone(answer["log_probabilities"])
+        self.refused("invalid", self.client, "generate", engine="a", prompts=[[100]], new_tokens=1)
+
+    def test_what_others_take_of_the_processors_shows(self):
+        client = self.fake(NOISE="1")
+        client.ask("open", engine="a", config=config(attention()), **OPTIONS)
+        timed = client.ask("steps", engine="a", point={"decode": {"context": 40, "sequences": 1}}, repeats=8)
+        self.assertGreater(timed["busy"], 0.1)
+        self.assertGreater(max(timed["wall_ms"]), 1.2 * max(timed["cpu_ms"]))
+
+
+class Misbehaviour(Helper):
+    def test_errors_of_each_kind_leave_the_session_open(self):
+        for kind in ("no_vllm", "version", "unsupported", "out_of_memory", "busy", "engine", "protocol", "invalid"):
+            client = self.misbehaving(f"hello:1={kind}")
+            self.refused(kind, client, "hello", protocol=1)
+            client.ask("hello", protocol=1)
+
+    def test_a_failure_is_planned_for_one_request_of_many(self):
+        client = self.misbehaving("memory:2=busy")
+        client.ask("hello", protocol=1)
+        client.ask("memory")
+        self.refused("busy", client, "memory")
+        client.ask("memory")
+
+    def test_with_a_marker_it_misbehaves_once_over_all_processes(self):
+        with tempfile.TemporaryDirectory() as work:
+            for expected in (-signal.SIGKILL, 0):
+                client = self.misbehaving("hello=die", FAKE_VLLM_ONCE=f"{work}/once")
+                if expected:
+                    with self.assertRaises(EOFError):
+                        client.ask("hello", protocol=1)
+                else:
+                    client.ask("hello", protocol=1)
+                self.assertEqual(client.end(), expected)
+
+    def test_a_fatal_error_ends_the_process_with_3(self):
+        client = self.misbehaving("memory=fatal")
+        client.ask("hello", protocol=1)
+        with self.assertRaises(Refused) as caught:
+            client.ask("memory")
+        self.assertTrue(caught.exception.fatal)
+        self.assertEqual(client.process.wait(5), 3)
+
+    def test_a_helper_that_hangs_stays_silent_even_at_the_end_of_input(self):
+        client = self.misbehaving("hello=hang")
+        client.send(b'{"id":1,"hello":{"protocol":1}}\n')
+        client.line(10)
+        with self.assertRaises(subprocess.TimeoutExpired):
+            client.end(1.5)
+        client.process.kill()
+
+    def test_more_engines_than_fit_are_out_of_memory_and_one_less_is_not(self):
+        client = self.fake(ENGINES="2")
+        for name in "ab":
+            client.ask("open", engine=name, config=config(attention()), **OPTIONS)
+        self.refused("out_of_memory", client, "open", engine="c", config=config(attention()), **OPTIONS)
+        client.ask("close", engine="a")
+        client.ask("open", engine="c", config=config(attention()), **OPTIONS)
+
+    def test_wrong_lines_are_wrong(self):
+        client = self.misbehaving("hello=wrong_id")
+        with self.assertRaises(ValueError):
+            client.ask("hello", protocol=1)
+        client = self.misbehaving("hello=garbage")
+        with self.assertRaises(ValueError):
+            client.ask("hello", protocol=1)
+        client = self.misbehaving("hello=half")
+        with self.assertRaises(EOFError):
+            client.ask("hello", protocol=1)
+
+
+class Pure(unittest.TestCase):
+    def test_prompts_are_the_same_in_each_run_and_begin_differently(self):
+        first = [prompts.tokens(number, 16, 100) for number in range(200)]
+        self.assertEqual(first, [prompts.tokens(number, 16, 100) for number in range(200)])
+        self.assertEqual(len({tuple(each) for each in first}), 200)
+        self.assertTrue(all(3 <= token < 100 for each in first for token in each))
+        self.assertEqual(prompts.tokens(5, 3, 1), [0, 0, 0])
+
+    def test_level_lengths_make_up_for_sequences_that_run_ahead(self):
+        for sequences, length, budget in ((8, 40, 64), (64, 1000, 2048), (16, 4000, 8192), (64, 128, 512), (1, 1, 2)):
+            lengths = prompts.level_lengths(sequences, length, budget)
+            begun = prompts.begin_steps(lengths, budget)
+            levels = [each + begun[-1] - step for each, step in zip(lengths, begun)]
+            self.assertLessEqual(max(levels) - min(levels), 1, (sequences, length, budget))
+            self.assertEqual(levels[-1], length)
+
+    def test_a_request_is_parsed_with_its_defaults(self):
+        request, failure = requests.parse(
+            b'{"id":3,"steps":{"engine":"a","point":{"prefill":{"tokens":4,"sequences":1}},"repeats":2}}'
+        )
+        self.assertIsNone(failure)
+        self.assertEqual(request.fields["warm_ups"], 1)
+        self.assertEqual(request.fields["point"], ("prefill", {"tokens": 4, "sequences": 1}))
+
+
+if __name__ == "__main__":
+    unittest.main()
