@@ -5,7 +5,7 @@ mod failure;
 use std::fmt;
 
 use espalier_arch::{Architecture, BlockShape, Candidate, Variant};
-use espalier_search::{CostKey, CostRow, Measurement, Point, Score, Workload};
+use espalier_search::{CostKey, CostRow, EngineMemory, Measurement, Point, Score, Workload};
 use serde::{Deserialize, Serialize};
 
 pub use failure::{Failure, FailureKind};
@@ -221,6 +221,9 @@ pub struct Profiled {
     pub rows: Vec<CostRow>,
     /// The whole parent under the workload.
     pub parent: Measurement,
+    /// What the engine needs and rounds, where it was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<EngineMemory>,
 }
 
 /// Asks for importance sums over one shard.

@@ -19,6 +19,46 @@ pub struct CostKey {
     pub precision: String,
     /// Width of the residual stream that the blocks were measured at.
     pub hidden: usize,
+    /// Tensor-parallel ranks that shared each block.
+    #[serde(default = "one")]
+    pub parallelism: usize,
+    /// How the engine ran its operations.
+    #[serde(default)]
+    pub mode: Mode,
+}
+
+/// How an engine runs its operations.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Mode {
+    /// One after another, as the model is written; and the built-in engine, which has one way only.
+    #[default]
+    Eager,
+    /// Compiled before the first step.
+    Compiled,
+    /// Compiled, and steps replayed from captured graphs.
+    Graphs,
+}
+
+impl Mode {
+    /// The name that files use.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Eager => "eager",
+            Self::Compiled => "compiled",
+            Self::Graphs => "graphs",
+        }
+    }
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(self.name())
+    }
+}
+
+fn one() -> usize {
+    1
 }
 
 /// What was timed.
@@ -32,6 +72,10 @@ pub enum Subject {
     },
     /// One block.
     Block(BlockShape),
+    /// The host's own time for a step, which no device is fast enough to hide. Where a table has it at a point,
+    /// every other row at that point is the device's time alone, and a step takes the larger of the two:
+    /// max(Σ device, floor). Where it has none, rows are what the clock said, and add up by themselves.
+    HostFloor,
 }
 
 /// Under which load it was timed.
@@ -78,6 +122,21 @@ pub struct CostTable {
     pub key: CostKey,
     /// Each subject at each point at most once.
     pub rows: Vec<CostRow>,
+    /// What the engine needs and rounds, where it was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<EngineMemory>,
+}
+
+/// What an engine needs beside weights and state, and how it hands out room for keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EngineMemory {
+    /// Peak bytes of an engine that serves the smallest model, its weights, keys and values taken away.
+    pub overhead_bytes: u64,
+    /// Tokens of one page of keys and values; 1 where nothing is rounded.
+    pub block_tokens: usize,
+    /// Pages that the engine keeps back for itself.
+    pub spare_blocks: usize,
 }
 
 impl fmt::Display for Point {
@@ -90,5 +149,26 @@ impl fmt::Display for Point {
                 write!(formatter, "decode of {sequences} sequences at context {context}")
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_key_from_before_ranks_and_modes_is_one_rank_run_eagerly() {
+        let old =
+            r#"{"device": "d", "engine": "builtin", "engine_version": "0", "precision": "f32", "hidden": 8}"#;
+        let key: CostKey = serde_json::from_str(old).unwrap();
+        assert_eq!((key.parallelism, key.mode), (1, Mode::Eager));
+        let graphs = CostKey {
+            parallelism: 2,
+            mode: Mode::Graphs,
+            ..key
+        };
+        let again: CostKey = serde_json::from_str(&serde_json::to_string(&graphs).unwrap()).unwrap();
+        assert_eq!(again, graphs);
     }
 }

@@ -2,7 +2,7 @@
 
 use espalier_arch::{Activation, Architecture, Attention, Block, BlockShape, Family, Mlp};
 
-use crate::{CostKey, CostRow, CostTable, Point, Subject, Workload};
+use crate::{CostKey, CostRow, CostTable, Mode, Point, Subject, Workload};
 
 pub(crate) fn attention(kv_groups: usize) -> BlockShape {
     BlockShape::Attention(Attention {
@@ -58,8 +58,11 @@ pub(crate) fn table(rows: &[(Subject, Point, f64, f64)]) -> CostTable {
             engine_version: "0".to_owned(),
             precision: "f32".to_owned(),
             hidden: 32,
+            parallelism: 1,
+            mode: Mode::Eager,
         },
         rows: rows.collect(),
+        memory: None,
     }
 }
 

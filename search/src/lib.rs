@@ -18,7 +18,7 @@ mod space;
 pub mod uniform;
 mod workload;
 
-pub use cost::{CostKey, CostRow, CostTable, Point, Subject};
+pub use cost::{CostKey, CostRow, CostTable, EngineMemory, Mode, Point, Subject};
 pub use error::{Error, Result};
 pub use limit::{AbsoluteLimit, Bound, Figures, Limit, Limits, Metric};
 pub use measurement::{Measurement, Summary};

@@ -169,6 +169,7 @@ impl<'a> Context<'a> {
         let table = CostTable {
             key: profiled.key.clone(),
             rows: profiled.rows.clone(),
+            memory: profiled.memory,
         };
         let model = CostModel::new(
             &table,

@@ -26,6 +26,7 @@ pub(super) fn refuse_uncovered(
     let rows = CostTable {
         key: table.profile.key.clone(),
         rows: table.profile.rows.clone(),
+        memory: table.profile.memory,
     };
     let model = CostModel::new(
         &rows,

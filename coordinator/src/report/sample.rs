@@ -12,7 +12,7 @@ use espalier_arch::{
 };
 use espalier_proto::task::{Benchmark, Exported, Quality};
 use espalier_search::heterogeneous::FrontPoint;
-use espalier_search::{Bound, CostKey, Figures, Measurement, Metric, Prediction, Summary};
+use espalier_search::{Bound, CostKey, Figures, Measurement, Metric, Mode, Prediction, Summary};
 
 use crate::pipeline::outcome::{
     BlockReport, LimitReport, OUTCOME_SCHEMA, Outcome, ParentReport, Reading, StageCost, StrategyReport,
@@ -51,6 +51,8 @@ pub(super) fn outcome() -> Outcome {
             engine_version: "0.1.0".into(),
             precision: "f32".into(),
             hidden: 576,
+            parallelism: 1,
+            mode: Mode::Eager,
         },
         limits: vec![
             limit(Metric::Latency, 0.75, 781.5, 1042.0, 768.0),

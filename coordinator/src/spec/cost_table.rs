@@ -14,8 +14,10 @@ use serde_json::Value;
 
 use super::{JobSpec, SpecError, Target};
 
-/// Version of [`CostTableFile`]'s form.
-pub const COST_TABLE_SCHEMA: u32 = 1;
+/// Version of [`CostTableFile`]'s form. 2 tells parallelism, mode and the engine's memory, and may have the host's
+/// floor among its rows; files of 1 are read as what they were: one rank, eager, every row by the clock.
+pub const COST_TABLE_SCHEMA: u32 = 2;
+const OLDEST_SCHEMA: u32 = 1;
 /// A larger file is no cost table: the search spaces of the largest models have a few thousand rows.
 const LARGEST_FILE: u64 = 8 << 20;
 const FIELD: &str = "target.cost_table";
@@ -103,10 +105,17 @@ fn read(file: &str) -> Result<CostTableFile, SpecError> {
 
 /// Refuses a table that was measured for another target than the spec's.
 pub(super) fn fits(table: &CostTableFile, target: &Target) -> Result<(), SpecError> {
+    let refused = |reason: String| SpecError::new(FIELD, format!("{} has {reason}", table.name()));
+    if !(OLDEST_SCHEMA..=COST_TABLE_SCHEMA).contains(&table.schema) {
+        return Err(refused(format!(
+            "schema {}, expected {OLDEST_SCHEMA} to {COST_TABLE_SCHEMA}; give a file that this version wrote, or an \
+             older one did",
+            table.schema
+        )));
+    }
     let key = &table.profile.key;
     let word = |value: Value| value.as_str().unwrap_or_default().to_owned();
     let compared = [
-        ("schema", table.schema.to_string(), COST_TABLE_SCHEMA.to_string()),
         (
             "engine",
             key.engine.clone(),
@@ -120,13 +129,9 @@ pub(super) fn fits(table: &CostTableFile, target: &Target) -> Result<(), SpecErr
         ("workload", load(&table.workload), load(&target.workload)),
     ];
     match compared.into_iter().find(|(_, found, wanted)| found != wanted) {
-        Some((what, found, wanted)) => Err(SpecError::new(
-            FIELD,
-            format!(
-                "{} has {what} {found}, expected {wanted}; give a table that was measured for this target",
-                table.name()
-            ),
-        )),
+        Some((what, found, wanted)) => Err(refused(format!(
+            "{what} {found}, expected {wanted}; give a table that was measured for this target"
+        ))),
         None => Ok(()),
     }
 }

@@ -15,7 +15,7 @@ use espalier_model::Model;
 use espalier_model::block::saved_bytes;
 use espalier_model::decode::Session;
 use espalier_model::ops::Operations;
-use espalier_search::{CostKey, Measurement, Workload};
+use espalier_search::{CostKey, Measurement, Mode, Workload};
 
 use super::quiet::Quiet;
 use super::statistics::{drift, summary};
@@ -34,6 +34,8 @@ pub fn cost_key(operations: &dyn Operations, hidden: usize) -> CostKey {
         engine_version: env!("CARGO_PKG_VERSION").to_owned(),
         precision: operations.activation_type().to_string(),
         hidden,
+        parallelism: 1,
+        mode: Mode::Eager,
     }
 }
 

@@ -39,5 +39,6 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Profile) ->
         key: cost_key(&**operations, task.architecture.hidden),
         rows: stacks.rows(),
         parent: bench.measurement(),
+        memory: None,
     })
 }

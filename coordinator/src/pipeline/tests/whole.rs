@@ -130,6 +130,7 @@ fn the_parents_own_prediction_is_the_sum_of_its_blocks() {
     let table = CostTable {
         key: key(),
         rows: rows(&profile),
+        memory: None,
     };
     let model = CostModel::new(&table, &WORKLOAD, &parent(), 4.0, None)
         .unwrap()

@@ -5,7 +5,7 @@ use espalier_proto::task::{
     ArtifactId, Exported, Ingested, MeasuredPair, ParentRef, Profile, Profiled, Quality, Recovered,
     ScoreBlock, Shard, TaskOutput, TaskSpec,
 };
-use espalier_search::{CostKey, CostRow, Measurement, Point, Score, Subject, Summary, Workload};
+use espalier_search::{CostKey, CostRow, Measurement, Mode, Point, Score, Subject, Summary, Workload};
 
 use crate::pipeline::*;
 
@@ -144,6 +144,8 @@ pub(super) fn key() -> CostKey {
         engine_version: text("1"),
         precision: text("f32"),
         hidden: 32,
+        parallelism: 1,
+        mode: Mode::Eager,
     }
 }
 
@@ -189,6 +191,7 @@ impl World {
                 key: key(),
                 rows: rows(profile),
                 parent: measurement(&parent(), 1.0),
+                memory: None,
             }),
             TaskSpec::Calibrate(_) => TaskOutput::Calibrate {
                 importance: ArtifactId("i".to_owned()),
