@@ -2,8 +2,8 @@
 //!
 //! A [`Gang`] is every rank of a task; a [`Communicator`] joins some of them. Tensors that move are contiguous and
 //! are *given away*: what is under way belongs to its [`InFlight`] until the wait, so nobody writes it meanwhile.
-//! How it moves is in the rooms below, over the connections of a [`mesh`]: [`tcp`] between CPUs, [`nccl`] between GPUs;
-//! [`local`] within a process, for tests. [`Operations::gang`](crate::ops::Operations::gang) chooses.
+//! A [`MeshGang`] moves them over the connections of a [`mesh`], between CPUs (`tcp`), or between GPUs by NCCL (`nccl`);
+//! [`local`] moves them within a process, for tests. [`Operations::gang`](crate::ops::Operations::gang) chooses.
 //!
 //! The rules for callers: every rank of a communicator makes the same collective calls in the same order, and
 //! messages from one rank to another are received in the order in which they were sent. A message may not be gone
@@ -15,14 +15,16 @@ mod host;
 pub mod local;
 mod members;
 pub mod mesh;
-pub mod nccl;
-pub mod tcp;
+mod nccl;
+mod over_mesh;
+mod tcp;
 
 use std::collections::HashMap;
 use std::fmt::{self, Debug};
 use std::sync::{Arc, Mutex, PoisonError};
 
 pub use error::{Error, Loss};
+pub(crate) use over_mesh::MeshGang;
 
 use crate::{ElementType, Result, Tensor};
 

@@ -24,9 +24,8 @@ use decoding::Decoding;
 pub use tokens::TokenBatch;
 pub(crate) use tokens::{CudaTokens, HostTokens};
 
-use crate::collective::Gang;
 use crate::collective::mesh::Mesh;
-use crate::collective::tcp::TcpGang;
+use crate::collective::{Gang, MeshGang};
 use crate::{Device, ElementType, Result, Tensor};
 
 /// The backend of `device`. Its tensors take at most `memory_limit` bytes of a GPU; without one, what is free there
@@ -285,7 +284,7 @@ pub trait Operations: Send + Sync + Debug {
     /// # Errors
     /// When what moves them is not there.
     fn gang(&self, mesh: Arc<Mesh>) -> Result<Arc<dyn Gang>> {
-        Ok(Arc::new(TcpGang::new(mesh)))
+        Ok(Arc::new(MeshGang::of_cpus(mesh)))
     }
 
     /// A tensor of zeros.

@@ -10,8 +10,6 @@ use espalier_arch::Architecture;
 use espalier_model::StageWeights;
 use espalier_model::collective::Gang;
 use espalier_model::collective::mesh::{self, Mesh};
-use espalier_model::collective::nccl::NcclGang;
-use espalier_model::collective::tcp::TcpGang;
 use espalier_model::ops::Operations;
 use espalier_model::ops::cpu::CpuOperations;
 use espalier_model::ops::cuda::{self, CudaOperations};
@@ -61,11 +59,8 @@ fn work(plan: &Plan, number: usize) -> Result<Line> {
             (device.clone(), Some(device))
         }
     };
-    let gang: Option<Box<dyn Gang>> = match (&mesh, &device) {
-        (None, _) => None,
-        (Some(mesh), None) => Some(Box::new(TcpGang::new(mesh.clone()))),
-        (Some(mesh), Some(device)) => Some(Box::new(NcclGang::new(mesh.clone(), device.device())?)),
-    };
+    let gang = mesh.as_ref().map(|mesh| operations.gang(mesh.clone()));
+    let gang = gang.transpose()?;
     Rank {
         plan,
         number,

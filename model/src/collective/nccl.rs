@@ -20,26 +20,24 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::members::Members;
 use super::mesh::Mesh;
-use super::{Communicator, Flight, Formed, Gang, InFlight, expect_other, position, share_of};
+use super::{Communicator, Flight, InFlight, expect_other, share_of};
 use crate::ops::cuda::{Beside, CudaDevice, Matrix, nccl_version};
 use crate::{Device, ElementType, Error, Result, Tensor};
 use lane::{Call, Job, Lane, Parting, Purpose};
 
-/// A gang of GPUs.
+/// What the communicators of a gang have in common: the device, and how they part.
 #[derive(Debug)]
-pub struct NcclGang {
-    mesh: Arc<Mesh>,
+pub(super) struct Lanes {
     beside: Beside,
-    formed: Formed,
     parting: Arc<Parting>,
 }
 
-impl NcclGang {
-    /// The ranks of `mesh`, of which this one works on `device`.
+impl Lanes {
+    /// Of this rank of `mesh`, which works on `device`.
     ///
     /// # Errors
     /// When NCCL is not there.
-    pub fn new(mesh: Arc<Mesh>, device: &CudaDevice) -> Result<Self> {
+    pub(super) fn new(mesh: &Arc<Mesh>, device: &CudaDevice) -> Result<Self> {
         let (version, beside) = (nccl_version()?, device.beside());
         tracing::info!(
             version,
@@ -56,48 +54,18 @@ impl NcclGang {
         }
         Ok(Self {
             parting: Arc::new(Parting::new(mesh.clone())),
-            mesh,
             beside,
-            formed: Formed::default(),
         })
     }
-}
 
-impl Gang for NcclGang {
-    fn rank(&self) -> usize {
-        self.mesh.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.mesh.size()
-    }
-
-    fn communicator(&self, ranks: &[usize]) -> Result<Arc<dyn Communicator>> {
-        let rank = position(self.rank(), self.size(), ranks)?;
-        self.check()?;
-        Ok(Arc::new(Nccl {
-            members: Arc::new(Members {
-                mesh: self.mesh.clone(),
-                rank,
-                ranks: ranks.to_vec(),
-                number: self.formed.number(ranks),
-            }),
+    /// Joins ranks of the mesh.
+    pub(super) fn join(&self, members: Members) -> Arc<dyn Communicator> {
+        Arc::new(Nccl {
+            members: Arc::new(members),
             beside: self.beside.clone(),
             lanes: Mutex::default(),
             parting: self.parting.clone(),
-        }))
-    }
-
-    fn exchange(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        Ok(self.mesh.exchange(bytes)?)
-    }
-
-    fn check(&self) -> Result<()> {
-        Ok(self.mesh.check()?)
-    }
-
-    fn abort(&self) {
-        self.mesh.abort();
+        })
     }
 }
 

@@ -1,4 +1,4 @@
-//! Ranks with a CPU each: tensors in the host's memory go over the connections of a [`Mesh`].
+//! Ranks with a CPU each: tensors in the host's memory go over the connections of a [`Mesh`](super::mesh::Mesh).
 //!
 //! Everything goes straight from its owner to whoever needs it. A sum is made by the rank that owns that share of it,
 //! in the order of the ranks, and its bits are what everybody gets, whatever the timing. Tensors go in pieces, of which
@@ -14,61 +14,17 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::members::Members;
-use super::mesh::Mesh;
-use super::{Communicator, Formed, Gang, InFlight, expect_other, host, position, share_of};
+use super::{Communicator, InFlight, expect_other, host, share_of};
 use crate::{ElementType, Result, Tensor};
 use call::Call;
 use worker::Worker;
 
-/// A gang of CPUs.
-#[derive(Debug)]
-pub struct TcpGang {
-    mesh: Arc<Mesh>,
-    formed: Formed,
-}
-
-impl TcpGang {
-    /// The ranks of `mesh`.
-    pub fn new(mesh: Arc<Mesh>) -> Self {
-        Self {
-            mesh,
-            formed: Formed::default(),
-        }
-    }
-}
-
-impl Gang for TcpGang {
-    fn rank(&self) -> usize {
-        self.mesh.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.mesh.size()
-    }
-
-    fn communicator(&self, ranks: &[usize]) -> Result<Arc<dyn Communicator>> {
-        let rank = position(self.rank(), self.size(), ranks)?;
-        self.check()?;
-        let members = Members {
-            mesh: self.mesh.clone(),
-            rank,
-            ranks: ranks.to_vec(),
-            number: self.formed.number(ranks),
-        };
-        Ok(Arc::new(Tcp::new(Arc::new(members))?))
-    }
-
-    fn exchange(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        Ok(self.mesh.exchange(bytes)?)
-    }
-
-    fn check(&self) -> Result<()> {
-        Ok(self.mesh.check()?)
-    }
-
-    fn abort(&self) {
-        self.mesh.abort();
-    }
+/// Joins ranks of a mesh.
+///
+/// # Errors
+/// When no thread can be started.
+pub(super) fn join(members: Members) -> Result<Arc<dyn Communicator>> {
+    Ok(Arc::new(Tcp::new(Arc::new(members))?))
 }
 
 /// Some ranks of a gang of CPUs.

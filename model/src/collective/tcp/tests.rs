@@ -7,13 +7,13 @@ use proptest::prelude::*;
 use super::*;
 use crate::collective::mesh::Options;
 use crate::collective::mesh::tests::{meshes, patient};
-use crate::collective::{Error, Loss, local};
+use crate::collective::{Error, Gang, Loss, MeshGang, local};
 
 /// Runs `work` as each rank of a gang over sockets.
 fn run<T: Send>(
     size: usize,
     options: &Options,
-    work: impl Fn(&TcpGang) -> Result<T> + Sync,
+    work: impl Fn(&MeshGang) -> Result<T> + Sync,
 ) -> Vec<Result<T>> {
     let work = &work;
     std::thread::scope(|scope| {
@@ -21,9 +21,10 @@ fn run<T: Send>(
             .into_iter()
             .map(|mesh| {
                 scope.spawn(move || {
-                    let gang = TcpGang::new(Arc::new(mesh));
+                    let mesh = Arc::new(mesh);
+                    let gang = MeshGang::of_cpus(mesh.clone());
                     let result = work(&gang)?;
-                    gang.mesh.close()?;
+                    mesh.close()?;
                     Ok(result)
                 })
             })

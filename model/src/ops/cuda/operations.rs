@@ -22,8 +22,8 @@ use super::matrix::{Element, Matrix};
 use super::rope::{RopeAngles, Rotation};
 use super::{AttentionShape, KernelNeeds, Mark};
 use crate::collective::Gang;
+use crate::collective::MeshGang;
 use crate::collective::mesh::Mesh;
-use crate::collective::nccl::NcclGang;
 use crate::ops::decoding::Decoding;
 use crate::ops::{
     Accelerator, AdamWParameter, AdamWStep, Axis, Completion, CudaTokens, Head, HeadGradient, KvCache,
@@ -155,7 +155,7 @@ impl Operations for CudaOperations {
     }
 
     fn gang(&self, mesh: Arc<Mesh>) -> Result<Arc<dyn Gang>> {
-        Ok(Arc::new(NcclGang::new(mesh, &self.device)?))
+        Ok(Arc::new(MeshGang::of_gpus(mesh, &self.device)?))
     }
 
     fn zeros(&self, rows: usize, columns: usize, element_type: ElementType) -> Result<Tensor> {
