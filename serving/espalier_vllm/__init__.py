@@ -1,5 +1,6 @@
 """The plugin: tells transformers and vLLM of Espalier's flat form. Nothing here imports vLLM's layers."""
 
+VERSION = "0.1.0"
 ARCHITECTURE = "EspalierForCausalLM"
 
 

@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from client import Client, Refused  # noqa: E402
-from espalier_vllm.helper import prompts, requests  # noqa: E402
+from espalier_vllm.helper import memory, needs, prompts, requests  # noqa: E402
 
 FAKE = [sys.executable, str(HERE / "fake_helper.py"), "-m", "espalier_vllm.helper"]
 
@@ -129,6 +129,12 @@ class Lines(Helper):
             client.send(b"x" * (1 << 20))
         self.assertTrue(client.line(10)["error"]["fatal"])
         client.process.wait(5)
+
+    def test_without_descriptor_3_it_does_not_begin(self):
+        command = [sys.executable, "-m", "espalier_vllm.helper"]
+        run = subprocess.run(command, cwd=HERE.parent, capture_output=True, stdin=subprocess.DEVNULL)
+        self.assertEqual(run.returncode, 2)
+        self.assertIn(b"descriptor 3", run.stderr)
 
 
 class Ends(Helper):
@@ -322,6 +328,27 @@ class Misbehaviour(Helper):
 
 
 class Pure(unittest.TestCase):
+    def test_weights_are_told_from_a_flat_config_before_anything_is_loaded(self):
+        shape = config(attention(), mlp(64))
+        parameters = 64 * (2 * 100 + 2 * 32 * 3 + 3 * 64)
+        self.assertEqual(needs.weight_bytes(shape, None, "f32"), 4 * parameters)
+        self.assertEqual(
+            needs.weight_bytes({**shape, "tie_word_embeddings": True}, None, "bf16"), 2 * (parameters - 6400)
+        )
+        self.assertEqual(needs.weight_bytes({"model_type": "other"}, None, "bf16"), 0)
+        with tempfile.TemporaryDirectory() as work:
+            Path(work, "model.safetensors").write_bytes(bytes(77))
+            self.assertEqual(needs.weight_bytes({}, work, "bf16"), 77)
+
+    def test_memory_of_a_control_group_leaves_out_files_that_can_be_dropped(self):
+        with tempfile.TemporaryDirectory() as work:
+            for name, text in (("max", "1000"), ("current", "700"), ("stat", "anon 400\ninactive_file 250\n")):
+                Path(work, f"memory.{name}").write_text(text)
+            group = memory.ControlGroup(Path(work))
+            self.assertEqual((group.most, group.used), (1000, 450))
+            Path(work, "memory.max").write_text("max")
+            self.assertIsNone(memory.ControlGroup(Path(work)).most)
+
     def test_prompts_are_the_same_in_each_run_and_begin_differently(self):
         first = [prompts.tokens(number, 16, 100) for number in range(200)]
         self.assertEqual(first, [prompts.tokens(number, 16, 100) for number in range(200)])

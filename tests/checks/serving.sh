@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # make check-serving: exports of every odd shape in unmodified vLLM 0.32 on the CPU, through the plugin alone: greedy
 # text and log-probabilities equal to transformers', keys and values of each block's own size, damaged checkpoints
-# refused by name. Needs Python 3.10 or later with venv, the network (PyPI), 8 GB of disk and 4 GB of memory.
+# refused by name; and the helper, which measures there for a worker. Needs Python 3.10 or later with venv, the network (PyPI), 8 GB of disk and 4 GB of memory.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -13,5 +13,6 @@ export HF_HOME=$work/huggingface VLLM_CACHE_ROOT=$work/vllm TOKENIZERS_PARALLELI
 
 # A check that skips is none: without vLLM or the plugin it fails here.
 "$python" -c 'import vllm, espalier_vllm'
-"$python" -m pytest --quiet -p no:cacheprovider -W ignore serving/tests/test_vllm.py | tee "$work/log"
+"$python" -m pytest --quiet -p no:cacheprovider -W ignore \
+    serving/tests/test_vllm.py serving/tests/test_vllm_helper.py serving/tests/test_helper.py | tee "$work/log"
 ! grep -q skipped "$work/log"

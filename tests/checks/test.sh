@@ -9,6 +9,11 @@ cargo=${CARGO:-cargo}
 tests/checks/moto.sh
 "$cargo" test --workspace --locked --features espalier-simulation/planted-bugs
 tests/checks/gang.sh
+if python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+    PYTHONDONTWRITEBYTECODE=1 python3 -m unittest discover --start-directory serving/tests --pattern test_helper.py
+else
+    echo "skipped: the tests of vLLM's helper, which need Python 3.10 or later"
+fi
 kernels=0
 tests/checks/kernels.sh quick || kernels=$?
 case $kernels in

@@ -3,7 +3,8 @@
 An engine here is what `engine.Engine` offers, and the tests' own without vLLM: `add(length, new_tokens)`, which gives a
 new request's name; `step()`, which gives the number of new tokens by name and the names that ended; `running()`, how
 many hold blocks; `preempted()`, how often one lost them, in all; `abort()`, which ends them all; `limits`, what it was
-opened with; `vocabulary`; `clock`; `device_times(step)` and `device_steps`, how many more steps that takes; `generate`.
+opened with; `vocabulary`; `clock`; `device_times(step)`, of a step that gives how many tokens it computed, and
+`device_steps`, how many more of them that takes; `generate`.
 """
 
 from . import prompts
@@ -78,8 +79,8 @@ def prefill(engine, sizes, repeats, warm_ups, stage):
 
     def step():
         ask()
-        tokens, _ = engine.step()
-        check_step(tokens, sequences)
+        check_step(engine.step()[0], sequences)
+        return length * sequences
 
     for number in range(warm_ups):
         stage("warm_up", number)
@@ -123,8 +124,8 @@ def decode(engine, sizes, repeats, warm_ups, stage):
             contexts[name] += new
 
     def step():
-        tokens, _ = engine.step()
-        check_step(tokens, sequences)
+        check_step(engine.step()[0], sequences)
+        return sequences
 
     for number in range(warm_ups):
         stage("warm_up", number)

@@ -1,5 +1,6 @@
 """Memory of this process and of the machine, bytes."""
 
+import ctypes
 import os
 import threading
 import time
@@ -84,3 +85,24 @@ def available():
     if group.most is not None and group.used is not None:
         free.append(max(0, group.most - group.used))
     return min(free, default=None)
+
+
+def processor_name():
+    """As /proc/cpuinfo says, with the number of processors that this process may use."""
+    found = "unknown processor"
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    found = line.partition(":")[2].strip()
+                    break
+    except OSError:
+        pass
+    return f"{found}, {len(os.sched_getaffinity(0))} threads"
+
+
+def trim():
+    """Asks the C library to give free pages back to the system, where it can."""
+    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if release is not None:
+        release(0)

@@ -44,8 +44,20 @@ class Session:
             traceback.print_exc()
             sys.stderr.flush()
             failure = self.platform.failure(error)
+            failure = self.drop(request) or failure
         self.channel.error(request.id, failure)
         return failure
+
+    def drop(self, request):
+        """Closes an engine that raised: there is no telling what state it is in. Gives what went wrong in that."""
+        engine = self.engines.pop(request.fields.get("engine"), None)
+        if engine is None:
+            return None
+        try:
+            engine.close()
+        except Failure as failure:
+            return failure
+        return None
 
     def handle(self, request):
         if not self.greeted and request.verb != "hello":

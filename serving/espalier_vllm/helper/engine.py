@@ -1,0 +1,391 @@
+"""vLLM: all that is known of its interface. The rest of the helper asks for engines here.
+
+Run with 0.32 on CPUs; what differs in 0.26 was read in its sources. Beside `LLM` and its `llm_engine` this touches the
+scheduler (who runs, who was put back, how blocks are laid out) and the attention layers (head sizes).
+"""
+
+import gc
+import json
+import os
+import platform
+import re
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import espalier_vllm
+
+from . import PROTOCOL, device, memory, needs, prompts
+from .clock import HostClock
+from .failure import Failure, invalid
+
+TESTED = ("0.26", "0.32")
+DTYPES = {"bf16": "bfloat16", "f32": "float32"}
+# What decides what is measured, and what a user may have set otherwise.
+SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+DEFAULTS = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_MODULE_LOADING": "LAZY",
+}
+
+
+def prepare_environment(environment):
+    """Before vLLM is imported, since its modules read it once."""
+    environment.update(SETTINGS)
+    for name, value in DEFAULTS.items():
+        environment.setdefault(name, value)
+    # In GiB, and has its way over the bytes that a request names.
+    environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
+
+
+def check_version(version, trusted):
+    """Whether the version was tested; refuses one that was not and is not trusted."""
+    minor = ".".join(version.split(".")[:2])
+    if minor not in TESTED and minor not in trusted:
+        known = " and ".join(TESTED)
+        raise Failure("version", f"vLLM is {version}, expected {known}, which were tested, or one of trusted_versions")
+    return minor in TESTED
+
+
+class Platform:
+    """The device that this process measures on, and what its engines share."""
+
+    def __init__(self):
+        self.cuda = False
+        self.open_engines = []
+
+    def hello(self, trusted, stage):
+        stage("import")
+        try:
+            import vllm
+
+            tested = check_version(vllm.__version__, trusted)
+            import torch
+            from vllm import LLM  # noqa: F401  (most of the time that importing takes)
+            from vllm.platforms import current_platform
+        except ImportError as error:
+            raise Failure("no_vllm", f"vLLM cannot be imported: {error}") from error
+        # vLLM does this itself where the plugin is installed; not where it is only on PYTHONPATH.
+        espalier_vllm.register()
+        self.cuda = current_platform.is_cuda()
+        if not self.cuda and not current_platform.is_cpu():
+            kind = type(current_platform).__name__
+            raise Failure("no_vllm", f"vLLM runs on {kind}, expected a CPU or CUDA")
+        if self.cuda:
+            device.watch_graphs()
+        supported = current_platform.supported_dtypes
+        return {
+            "protocol": PROTOCOL,
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "plugin": espalier_vllm.VERSION,
+            "tested": tested,
+            "platform": "cuda" if self.cuda else "cpu",
+            "device": device.name() if self.cuda else memory.processor_name(),
+            "threads": torch.get_num_threads(),
+            "preload": os.environ.get("LD_PRELOAD", ""),
+            "head_sizes": None if self.cuda else cpu_head_sizes(),
+            "precisions": [name for name, dtype in DTYPES.items() if getattr(torch, dtype) in supported],
+            "graphs": self.cuda,
+            "block_tokens": {"default": 16, "multiple": 16} if self.cuda else {"default": 128, "multiple": 32},
+            "memory_bytes": device.memory()["total_bytes"] if self.cuda else memory.limit(),
+        }
+
+    def memory(self):
+        return device.take_memory() if self.cuda else None
+
+    def open(self, fields, stage):
+        """An engine and what is told of it."""
+        start = time.perf_counter()
+        self.check(fields)
+        with tempfile.TemporaryDirectory(prefix="espalier-vllm-") as work:
+            directory = fields["directory"]
+            if directory is None:
+                directory = work
+                Path(work, "config.json").write_text(json.dumps(fields["config"]))
+            try:
+                engine = Engine(directory, fields, self)
+            except Exception:
+                self.give_back()
+                raise
+        self.open_engines.append(engine)
+        try:
+            engine.check_head_sizes()
+            answer = engine.describe()
+        except Exception:
+            engine.close()
+            raise
+        return engine, {**answer, "seconds": round(time.perf_counter() - start, 3)}
+
+    def check(self, fields):
+        """Refuses what vLLM would fall over later, or take the machine down with."""
+        if fields["graph_sizes"] is not None and not (self.cuda and fields["compiled"]):
+            raise invalid("graph_sizes", fields["graph_sizes"], "none on a CPU or without compiled")
+        multiple = 16 if self.cuda else 32
+        if fields["block_tokens"] is not None and fields["block_tokens"] % multiple:
+            raise invalid("block_tokens", fields["block_tokens"], f"a multiple of {multiple}")
+        if fields["max_tokens"] < fields["max_sequences"]:
+            raise invalid("max_tokens", fields["max_tokens"], f"at least max_sequences, {fields['max_sequences']}")
+        config = fields["config"]
+        if config is None:
+            config = needs.read_config(fields["directory"])
+        positions = config.get("max_position_embeddings")
+        if isinstance(positions, int) and fields["max_context"] > positions:
+            raise invalid("max_context", fields["max_context"], f"at most max_position_embeddings, {positions}")
+        wanted = fields["kv_bytes"] + needs.weight_bytes(config, fields["directory"], fields["precision"])
+        free = device.memory()["free_bytes"] if self.cuda else memory.available()
+        if free is not None and wanted > free:
+            kind = "busy" if self.cuda and not self.open_engines else "out_of_memory"
+            raise Failure(kind, f"weights, keys and values take {wanted} bytes and {free} are free")
+
+    def failure(self, error):
+        """What an exception of vLLM's or torch's means."""
+        says = " ".join(f"{type(error).__name__}: {error}".split())
+        if is_out_of_memory(error):
+            return Failure("out_of_memory", says)
+        if re.search(r"CUDA error|CUDA driver error|cudaError|device-side assert", says):
+            return Failure("engine", says, fatal=True)
+        if "Free memory on device" in says:
+            return Failure("out_of_memory" if self.open_engines else "busy", says)
+        if re.search(r"larger than the available KV cache memory|No available memory for the cache blocks", says):
+            return Failure("invalid", f"kv_bytes is too small for one sequence of max_context: {says}")
+        if isinstance(error, (ValueError, NotImplementedError)) or "Unsupported" in says:
+            return Failure("unsupported", says)
+        return Failure("engine", says)
+
+    def give_back(self):
+        """Memory of what is not referenced any more, to the system or the device."""
+        gc.collect()
+        if self.cuda:
+            device.empty_cache()
+        memory.trim()
+
+
+def is_out_of_memory(error):
+    import torch
+
+    says = str(error)
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in says or "not enough memory" in says)
+    )
+
+
+def cpu_head_sizes():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return CPUAttentionBackend.get_supported_head_sizes()
+
+
+class Engine:
+    """One model in vLLM, driven step by step in this process."""
+
+    def __init__(self, directory, fields, owner):
+        from vllm import LLM, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        options = {
+            "dtype": DTYPES[fields["precision"]],
+            "load_format": "auto" if fields["config"] is None else "dummy",
+            "skip_tokenizer_init": True,
+            "trust_remote_code": False,
+            "enable_prefix_caching": False,
+            "enable_chunked_prefill": True,
+            # One step at a time: what it gives was computed in it.
+            "async_scheduling": False,
+            "enforce_eager": not fields["compiled"],
+            "max_model_len": fields["max_context"],
+            "max_num_seqs": fields["max_sequences"],
+            "max_num_batched_tokens": fields["max_tokens"],
+            "kv_cache_memory_bytes": fields["kv_bytes"],
+            "gpu_memory_utilization": fields["gpu_memory_utilization"],
+        }
+        if fields["block_tokens"] is not None:
+            options["block_size"] = fields["block_tokens"]
+        if fields["graph_sizes"] is not None:
+            options["compilation_config"] = {"cudagraph_capture_sizes": sorted(set(fields["graph_sizes"]))}
+        with weights_counted() as counted:
+            self.llm = LLM(str(directory), **options)
+        self.owner = owner
+        self.weight_bytes = counted[0]
+        self.llm_engine = self.llm.llm_engine
+        self.scheduler = self.llm_engine.engine_core.engine_core.scheduler
+        self.clock = HostClock()
+        self.device_steps = device.STEPS if owner.cuda else 0
+        self.vocabulary = self.llm_engine.vllm_config.model_config.get_vocab_size()
+        cache, layout = self.llm_engine.vllm_config.cache_config, self.scheduler.kv_cache_config
+        self.block_bytes = pool_bytes(layout) // layout.num_blocks
+        self.limits = {
+            **{key: fields[key] for key in ("max_tokens", "max_sequences", "max_context", "kv_bytes")},
+            "block_tokens": cache.block_size,
+            "kv_blocks": layout.num_blocks,
+        }
+        self.sampling = lambda new_tokens, **more: SamplingParams(
+            temperature=0.0,
+            max_tokens=new_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            **{"output_kind": RequestOutputKind.DELTA, **more},
+        )
+        self.whole = RequestOutputKind.FINAL_ONLY
+        self.asked, self.live, self.lost = 0, set(), {}
+
+    def attention_layers(self):
+        """By their place in the model: `{"0": layer, ..}`, the number in `model.layers.0.self_attn.attn`."""
+        context = self.llm_engine.vllm_config.compilation_config.static_forward_context
+        found = {}
+        for name, layer in context.items():
+            number = re.search(r"\.(\d+)\.", name)
+            if number is not None and hasattr(layer, "head_size"):
+                found[number[1]] = layer
+        return found
+
+    def check_head_sizes(self):
+        """vLLM on a CPU would only fall over at the first step."""
+        for number, layer in self.attention_layers().items():
+            if not layer.attn_backend.supports_head_size(layer.head_size):
+                name = layer.attn_backend.get_name()
+                raise Failure(
+                    "unsupported", f"layer {number} has a head size of {layer.head_size}, which {name} refuses"
+                )
+
+    def describe(self):
+        import torch
+
+        [specs] = self.llm.collective_rpc("get_kv_cache_spec")
+        by_token = {}
+        for name, spec in specs.items():
+            number = re.search(r"\.(\d+)\.", name)
+            by_token[number[1] if number else name] = spec.page_size_bytes // spec.block_size
+        return {
+            "weight_bytes": self.weight_bytes,
+            "kv_blocks": self.limits["kv_blocks"],
+            "block_tokens": self.limits["block_tokens"],
+            "block_bytes": self.block_bytes,
+            "kv_bytes": self.limits["kv_blocks"] * self.block_bytes,
+            "kv_bytes_per_token": by_token,
+            "captured": self.captured_sizes(),
+            "threads": torch.get_num_threads(),
+        }
+
+    def captured_sizes(self):
+        """Batch sizes of captured graphs; none without a GPU or in eager mode."""
+        if not self.owner.cuda:
+            return []
+        return sorted(self.llm_engine.vllm_config.compilation_config.cudagraph_capture_sizes or [])
+
+    def add(self, length, new_tokens):
+        self.asked += 1
+        prompt = prompts.tokens(self.asked, length, self.vocabulary)
+        return self.ask(prompt, self.sampling(new_tokens))
+
+    def ask(self, prompt, sampling):
+        name = f"r{self.asked}"
+        self.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        self.live.add(name)
+        return name
+
+    def step(self):
+        tokens, ended = {}, []
+        for output in self.llm_engine.step():
+            tokens[output.request_id] = sum(len(each.token_ids) for each in output.outputs)
+            if output.finished:
+                ended.append(output.request_id)
+        self.live.difference_update(ended)
+        # Who was put back is still there: it cannot have ended in the same step.
+        for name, request in self.scheduler.requests.items():
+            if request.num_preemptions:
+                self.lost[name] = request.num_preemptions
+        return tokens, ended
+
+    def running(self):
+        return len(self.scheduler.running)
+
+    def preempted(self):
+        return sum(self.lost.values())
+
+    def abort(self):
+        if self.live:
+            self.llm_engine.abort_request(sorted(self.live))
+            self.live.clear()
+
+    def device_times(self, step):
+        if not self.owner.cuda:
+            return {"device_ms": None, "device_source": None, "captured": None}
+        return device.times(step, self.captured_sizes())
+
+    def generate(self, given, new_tokens, log_probabilities, stage):
+        kind = {"prompt_logprobs": 0} if log_probabilities else {}
+        sampling = self.sampling(new_tokens, output_kind=self.whole, **kind)
+        names = []
+        for prompt in given:
+            self.asked += 1
+            names.append(self.ask(prompt, sampling))
+        outputs, taken = {}, 0
+        while self.llm_engine.has_unfinished_requests():
+            for output in self.llm_engine.step():
+                if output.finished:
+                    outputs[output.request_id] = output
+                    self.live.discard(output.request_id)
+            taken += 1
+            stage("generate", taken)
+        tokens = [list(outputs[name].outputs[0].token_ids) for name in names]
+        if not log_probabilities:
+            return tokens, None
+        rows = [outputs[name].prompt_logprobs[1:] for name in names]
+        found = [[row[token].logprob for row, token in zip(each, prompt[1:])] for each, prompt in zip(rows, given)]
+        return tokens, found
+
+    def close(self):
+        """Gives the engine's memory back, and leaves what others that are open share with it."""
+        start = time.perf_counter()
+        self.owner.open_engines.remove(self)
+        try:
+            self.abort()
+            with ExitStack() as kept:
+                if self.owner.open_engines:
+                    keep_shared(kept)
+                self.llm_engine.engine_core.shutdown()
+        except Exception as error:
+            raise Failure("engine", f"the engine could not be closed: {error}", fatal=True) from error
+        self.llm = self.llm_engine = self.scheduler = None
+        self.owner.give_back()
+        return {"seconds": round(time.perf_counter() - start, 3)}
+
+
+def pool_bytes(layout):
+    """Bytes of all pages: 0.26 gives each tensor its size, 0.32 each the size of the one allocation that all lie in."""
+    sizes = [tensor.size for tensor in layout.kv_cache_tensors]
+    return sizes[0] if hasattr(layout.kv_cache_tensors[0], "layers") else sum(sizes)
+
+
+def keep_shared(kept):
+    """While one of several engines is shut down: process groups and workspaces are the whole process's."""
+    kept.enter_context(mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"))
+    kept.enter_context(mock.patch("vllm.v1.worker.workspace.reset_workspace_manager"))
+
+
+@contextmanager
+def weights_counted():
+    """While a model is loaded: the bytes of its tensors. vLLM then packs them for its kernels, out of sight."""
+    from vllm.model_executor.model_loader import base_loader
+
+    counted, whole = [], base_loader.process_weights_after_loading
+
+    def count(model, *arguments):
+        storages = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        counted.append(sum(storages.values()))
+        return whole(model, *arguments)
+
+    with mock.patch.object(base_loader, "process_weights_after_loading", count):
+        yield counted
