@@ -3,10 +3,12 @@
 
 mod flops;
 mod memory;
+mod storage;
 
 use crate::{Architecture, BlockShape, Role};
 
 pub use memory::Precision;
+pub use storage::{Component, ComponentWeights, Storage, WeightFormat};
 
 /// How many parameters a model has, and where.
 #[derive(Debug, Clone, PartialEq, Eq)]

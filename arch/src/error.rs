@@ -45,6 +45,20 @@ pub enum Error {
         /// The families known.
         known: String,
     },
+    /// A model that tensor-parallel ranks cannot share out evenly.
+    #[error(
+        "{place} has {size} {field}, which {ranks} ranks cannot share evenly; expected a number of ranks that divides it"
+    )]
+    Uneven {
+        /// The block, or the whole model.
+        place: String,
+        /// What is to be divided.
+        field: &'static str,
+        /// How many there are.
+        size: usize,
+        /// Among how many.
+        ranks: usize,
+    },
     /// A shape that the family's own config cannot express.
     #[error(
         "the architecture is not uniform: {reason}; expected layers of one attention and one MLP block, all of equal sizes"

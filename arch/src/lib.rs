@@ -12,12 +12,13 @@ mod config;
 mod count;
 mod error;
 mod rope;
+mod share;
 mod tensors;
 
 pub use architecture::{Architecture, Family};
 pub use block::{Activation, Attention, Block, BlockKind, BlockShape, Mamba2, Mlp, Moe};
 pub use candidate::{Candidate, Variant};
-pub use count::{Parameters, Precision};
+pub use count::{Component, ComponentWeights, Parameters, Precision, Storage, WeightFormat};
 pub use error::{Error, Result};
 pub use rope::{Rope, RopeScaling};
 pub use tensors::{Part, Role, TensorSpec};

@@ -1,8 +1,9 @@
 //! What can be asked on the command line. Flags come before the environment (`ESPALIER_…`), that before defaults.
 //!
-//! Here are the program and what runs for long; [`remote`] has what is asked of a coordinator, [`values`] how
-//! values are read.
+//! Here are the program and what runs for long; [`remote`] has what is asked of a coordinator, [`estimate`] what is
+//! asked of a config, [`values`] how values are read.
 
+mod estimate;
 mod remote;
 mod values;
 
@@ -13,6 +14,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use espalier_worker::discovery::Wanted;
+pub(crate) use estimate::*;
 pub(crate) use remote::*;
 use values::{bytes, duration, interval, threads};
 
@@ -70,6 +72,8 @@ pub(crate) enum Command {
     /// Look into the tasks of jobs on a coordinator.
     #[command(subcommand)]
     Task(TaskCommand),
+    /// Say what serving a model will need, from its config alone: parameters, and memory by component.
+    Estimate(Box<Estimate>),
     /// Look at the devices of this machine.
     #[command(subcommand)]
     Device(DeviceCommand),

@@ -2,6 +2,7 @@
 
 pub(crate) mod device;
 pub(crate) mod doctor;
+pub(crate) mod estimate;
 pub(crate) mod job;
 pub(crate) mod keep;
 pub(crate) mod logs;

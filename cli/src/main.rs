@@ -53,6 +53,7 @@ fn run(command: Command, logging: &Logging, telemetry: &telemetry::Telemetry) ->
             Ok(espalier_worker::run_child(assigned, telemetry.end_of_child())?)
         }
         Command::DeviceLook => commands::device::look(),
+        Command::Estimate(asked) => commands::estimate::run(&asked),
         Command::Device(DeviceCommand::List { how }) => commands::device::list(how),
         Command::Run(run) => runtime()?.block_on(embedded::run(run, logging)),
         Command::Coordinator(coordinator) => {

@@ -4,6 +4,7 @@
 //! thing says which columns it has.
 
 mod device;
+mod estimate;
 mod job;
 mod outcome;
 mod table;
@@ -18,6 +19,7 @@ use serde_json::Value;
 use crate::args::{Format, How};
 
 pub(crate) use device::devices;
+pub(crate) use estimate::estimate;
 pub(crate) use job::{at, events, has_ended, job, jobs};
 pub(crate) use outcome::{missed_limits, print_outcome};
 pub(crate) use table::plain;

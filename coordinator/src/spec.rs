@@ -122,7 +122,7 @@ pub enum Engine {
     Builtin,
 }
 
-/// The precisions of weights and arithmetic that a target may have: those of [`espalier_arch::Precision`] that
+/// The precisions of weights and arithmetic that a target may have: those of [`espalier_arch::WeightFormat`] that
 /// an engine here computes in.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
@@ -135,6 +135,15 @@ pub enum Precision {
 }
 
 impl From<Precision> for espalier_arch::Precision {
+    fn from(precision: Precision) -> Self {
+        match precision {
+            Precision::F32 => Self::F32,
+            Precision::Bf16 => Self::Bf16,
+        }
+    }
+}
+
+impl From<Precision> for espalier_arch::WeightFormat {
     fn from(precision: Precision) -> Self {
         match precision {
             Precision::F32 => Self::F32,

@@ -1,8 +1,10 @@
 //! Small shapes that the tests of several modules share.
 
-use espalier_arch::{Activation, Architecture, Attention, Block, BlockShape, Family, Mlp};
+use espalier_arch::{
+    Activation, Architecture, Attention, Block, BlockShape, Family, Mlp, Storage, WeightFormat,
+};
 
-use crate::{CostKey, CostRow, CostTable, Mode, Point, Subject, Workload};
+use crate::{CostKey, CostRow, CostTable, MemoryModel, Mode, Point, Subject, Workload};
 
 pub(crate) fn attention(kv_groups: usize) -> BlockShape {
     BlockShape::Attention(Attention {
@@ -23,6 +25,11 @@ pub(crate) fn mlp(channels: usize) -> BlockShape {
         activation: Activation::SwiGlu,
         bias: false,
     })
+}
+
+/// The built-in engine's memory on a processor.
+pub(crate) fn f32() -> MemoryModel {
+    MemoryModel::unpaged(Storage::all(WeightFormat::F32))
 }
 
 /// Three layers of two KV groups and 64 channels.

@@ -331,7 +331,7 @@ fn score_of(known: &HashMap<(usize, &Variant), f64>, block: usize, variant: &Var
 mod tests {
     #![allow(clippy::unwrap_used, clippy::panic, clippy::cast_precision_loss)]
     use super::*;
-    use crate::fixtures::{prompts, small};
+    use crate::fixtures::{f32, prompts, small};
     use crate::{Figures, Space};
 
     fn latency(value: f64) -> AbsoluteLimit {
@@ -378,7 +378,7 @@ mod tests {
     fn fit(limit: f64, count: usize) -> Fitted {
         let (workload, table) = prompts();
         let parent = small();
-        let model = CostModel::new(&table, &workload, &parent, 4.0, None).unwrap();
+        let model = CostModel::new(&table, &workload, &parent, f32(), None).unwrap();
         let space = Space {
             mlp_grid: Some(32),
             ..Space::default()

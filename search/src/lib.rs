@@ -6,11 +6,13 @@
 
 mod cost;
 mod error;
+pub mod estimate;
 #[cfg(test)]
 mod fixtures;
 pub mod heterogeneous;
 mod limit;
 mod measurement;
+mod memory;
 mod predict;
 mod score;
 pub mod solver;
@@ -22,7 +24,8 @@ pub use cost::{CostKey, CostRow, CostTable, EngineMemory, Mode, Point, Subject};
 pub use error::{Error, Result};
 pub use limit::{AbsoluteLimit, Bound, Figures, Limit, Limits, Metric};
 pub use measurement::{Measurement, Summary};
-pub use predict::{Corrections, CostModel, Costs, Prediction, counted_bytes, parameters, points};
+pub use memory::MemoryModel;
+pub use predict::{Corrections, CostModel, Costs, Prediction, parameters, points};
 pub use score::Score;
 pub use space::Space;
 pub use workload::Workload;

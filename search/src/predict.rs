@@ -22,7 +22,7 @@ mod rows;
 #[cfg(test)]
 mod tests;
 
-pub use model::{Corrections, CostModel, Costs, Prediction, counted_bytes, parameters};
+pub use model::{Corrections, CostModel, Costs, Prediction, parameters};
 
 use crate::{Error, Point, Result, Workload};
 

@@ -151,12 +151,12 @@ mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
     use super::*;
     use crate::Metric;
-    use crate::fixtures::{prompts, small};
+    use crate::fixtures::{f32, prompts, small};
 
     /// (KV groups, channels, dropped layers) of each point, when layer 1 may be dropped.
     fn kept(latency_ms: f64, margin: f64, most: usize) -> Vec<(usize, usize, Vec<usize>)> {
         let (workload, table) = prompts();
-        let model = CostModel::new(&table, &workload, &small(), 4.0, None).unwrap();
+        let model = CostModel::new(&table, &workload, &small(), f32(), None).unwrap();
         let space = Space {
             mlp_grid: Some(32),
             ..Space::default()

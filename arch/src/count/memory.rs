@@ -20,6 +20,16 @@ pub enum Precision {
 }
 
 impl Precision {
+    /// The name that people write.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+            Self::Fp8 => "fp8",
+        }
+    }
+
     /// Bytes of one number.
     pub fn bytes(self) -> u64 {
         match self {

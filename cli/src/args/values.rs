@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use espalier_arch::Precision;
 use espalier_search::{Bound, Metric};
 
 /// A number of threads: more than there are processors would only have them wait for each other.
@@ -24,6 +25,13 @@ pub(super) fn bytes(text: &str) -> Result<u64, String> {
         Bound::Absolute(bytes) if (1.0..9.2e18).contains(&bytes) => Ok(bytes as u64),
         _ => Err(wrong()),
     }
+}
+
+/// `bf16`, `fp8`.
+pub(super) fn cache_precision(text: &str) -> Result<Precision, String> {
+    let known = [Precision::F32, Precision::Bf16, Precision::F16, Precision::Fp8];
+    let found = known.into_iter().find(|precision| precision.name() == text);
+    found.ok_or_else(|| format!("`{text}` is no precision, expected f32, bf16, f16 or fp8"))
 }
 
 /// `250ms`, `30s`, `5m`, `2h`.

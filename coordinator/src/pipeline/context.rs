@@ -1,9 +1,10 @@
 //! What the stages need again and again, read once from the spec and the results.
 
-use espalier_arch::{Architecture, Precision};
+use espalier_arch::{Architecture, Storage};
 use espalier_proto::task::{Ingested, MeasuredPair, ParentRef, Profiled, TaskOutput};
 use espalier_search::{
-    AbsoluteLimit, Corrections, CostModel, CostTable, Figures, Score, Space, Workload, parameters,
+    AbsoluteLimit, Corrections, CostModel, CostTable, Figures, MemoryModel, Score, Space, Workload,
+    parameters,
 };
 
 use super::{MOST_DRIFT, PlanError, Results, Stage};
@@ -133,9 +134,9 @@ impl<'a> Context<'a> {
         self.spec.target.workload
     }
 
-    /// Bytes of one weight, key or value on the target.
-    pub(super) fn weight_bytes(&self) -> f64 {
-        Precision::from(self.spec.target.precision()).bytes() as f64
+    /// How the target stores weights and state.
+    pub(super) fn memory(&self) -> MemoryModel {
+        MemoryModel::unpaged(Storage::all(self.spec.target.precision().into()))
     }
 
     pub(super) fn space(&self) -> Space {
@@ -175,7 +176,7 @@ impl<'a> Context<'a> {
             &table,
             &self.workload(),
             parent,
-            self.weight_bytes(),
+            self.memory(),
             Some(&profiled.parent),
         )?;
         Ok(model.corrected(corrections))

@@ -32,7 +32,7 @@ pub(super) fn refuse_uncovered(
         &rows,
         &context.workload(),
         parent,
-        context.weight_bytes(),
+        context.memory(),
         Some(&table.profile.parent),
     )
     .map_err(|error| refused(format!("cannot be used: {error}")))?;

@@ -7,7 +7,7 @@ use espalier_proto::task::{
 };
 use espalier_search::heterogeneous::{Fitted, Library};
 use espalier_search::solver::Options;
-use espalier_search::{AbsoluteLimit, Bound, Figures, Metric, counted_bytes, points};
+use espalier_search::{AbsoluteLimit, Bound, Figures, Metric, points};
 
 use super::context::{Context, block_parameters};
 use super::{Plan, PlanError, PlannedStage, PlannedTask, Results, Stage, finish, fit, import};
@@ -235,7 +235,8 @@ fn refuse_uncountable(context: &Context<'_>, parent: &Architecture) -> Result<()
     let counted = |architecture: &Architecture| Figures {
         #[allow(clippy::cast_precision_loss)] // far below 2^53
         block_parameters: Some(block_parameters(architecture) as f64),
-        memory_bytes: Some(counted_bytes(architecture, &context.workload(), context.weight_bytes())),
+        #[allow(clippy::cast_precision_loss)]
+        memory_bytes: Some(context.memory().counted_bytes(architecture, &context.workload()) as f64),
         ..Figures::default()
     };
     let mut smallest = parent.clone();

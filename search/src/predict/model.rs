@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 use super::rows::{Rows, Time, block_key, key};
 use super::{check, decode_steps};
 use crate::{
-    AbsoluteLimit, CostTable, Error, Figures, Measurement, Metric, Point, Result, Subject, Workload,
+    AbsoluteLimit, CostTable, Error, Figures, Measurement, MemoryModel, Metric, Point, Result, Subject,
+    Workload,
 };
 
 /// What one block, or the base, adds to each additive metric.
@@ -79,15 +80,15 @@ pub struct CostModel {
     rows: Rows,
     workload: Workload,
     hidden: usize,
-    weight_bytes: f64,
+    memory: MemoryModel,
     other_memory_bytes: f64,
     corrections: Corrections,
 }
 
 impl CostModel {
-    /// `weight_bytes` is the size of one weight and of one key or value (4 for f32). `measured` is the parent
-    /// under the workload: what it needs beyond weights and state is taken to stay. Without it, only weights
-    /// and state are counted.
+    /// `memory` says how the engine stores weights and state. `measured` is the parent under the workload: what it
+    /// needs beyond weights and state is taken to stay. Without it, only weights and state are counted, and what the
+    /// engine needs by itself where the table says so.
     ///
     /// # Errors
     /// When the workload is empty, the table was measured at another hidden width, or a row is no time.
@@ -95,7 +96,7 @@ impl CostModel {
         table: &CostTable,
         workload: &Workload,
         parent: &Architecture,
-        weight_bytes: f64,
+        memory: MemoryModel,
         measured: Option<&Measurement>,
     ) -> Result<Self> {
         check(workload)?;
@@ -109,15 +110,18 @@ impl CostModel {
             rows: Rows::new(table)?,
             workload: *workload,
             hidden: parent.hidden,
-            weight_bytes,
+            memory: memory.paged(table.memory.as_ref()),
             other_memory_bytes: 0.0,
             corrections: Corrections::default(),
         };
-        if let Some(measured) = measured {
-            #[allow(clippy::cast_precision_loss)] // bytes are far below 2^53
-            let measured = measured.memory_bytes as f64;
-            model.other_memory_bytes = (measured - model.counted_bytes(parent)).max(0.0);
-        }
+        model.other_memory_bytes = match (measured, &table.memory) {
+            (Some(measured), _) => {
+                let counted = model.memory.counted_bytes(parent, workload);
+                bytes(measured.memory_bytes.saturating_sub(counted))
+            }
+            (None, Some(engine)) => bytes(engine.overhead_bytes),
+            (None, None) => 0.0,
+        };
         Ok(model)
     }
 
@@ -137,7 +141,7 @@ impl CostModel {
             return Ok(Costs::default());
         };
         let mut costs = self.times(&block_key(shape))?;
-        costs.memory_bytes = memory_bytes(shape, self.hidden, &self.workload, self.weight_bytes);
+        costs.memory_bytes = bytes(self.memory.block_bytes(shape, self.hidden, &self.workload));
         costs.block_parameters = parameters(shape, self.hidden);
         Ok(costs)
     }
@@ -150,7 +154,7 @@ impl CostModel {
         let mut costs = self.times(&key(&Subject::Base {
             vocab_size: architecture.vocab_size,
         }))?;
-        costs.memory_bytes = base_bytes(architecture, self.weight_bytes)
+        costs.memory_bytes = bytes(architecture.stored_outside_blocks(&self.memory.storage))
             + self.other_memory_bytes
             + self.corrections.memory_bytes;
         Ok(costs)
@@ -261,60 +265,16 @@ impl CostModel {
             ..Costs::default()
         })
     }
-
-    fn counted_bytes(&self, architecture: &Architecture) -> f64 {
-        counted_bytes(architecture, &self.workload, self.weight_bytes)
-    }
 }
 
-/// Bytes of weights and of state at the workload's last context: what can be said of an architecture
-/// before anything is measured.
-pub fn counted_bytes(architecture: &Architecture, workload: &Workload, weight_bytes: f64) -> f64 {
-    let blocks: f64 = architecture
-        .blocks
-        .iter()
-        .map(|block| memory_bytes(&block.shape, architecture.hidden, workload, weight_bytes))
-        .sum();
-    base_bytes(architecture, weight_bytes) + blocks
+/// Bytes are far below 2^53.
+#[allow(clippy::cast_precision_loss)]
+fn bytes(count: u64) -> f64 {
+    count as f64
 }
 
 /// Parameters of one block, its norm included.
 #[allow(clippy::cast_precision_loss)] // far below 2^53
 pub fn parameters(shape: &BlockShape, hidden: usize) -> f64 {
-    shape
-        .parts(hidden)
-        .iter()
-        .map(|part| part.elements() as f64)
-        .sum()
-}
-
-/// Embedding, head and final norm.
-#[allow(clippy::cast_precision_loss)] // far below 2^53
-fn base_bytes(architecture: &Architecture, weight_bytes: f64) -> f64 {
-    let tables = if architecture.tied_embedding { 1.0 } else { 2.0 };
-    (tables * architecture.vocab_size as f64 + 1.0) * architecture.hidden as f64 * weight_bytes
-}
-
-/// Weights of one block and its state for every request at the workload's last context.
-#[allow(clippy::cast_precision_loss)] // far below 2^53
-fn memory_bytes(shape: &BlockShape, hidden: usize, workload: &Workload, weight_bytes: f64) -> f64 {
-    let requests = workload.concurrency as f64;
-    let context = workload.prompt_tokens.saturating_add(workload.output_tokens);
-    let state = match shape {
-        BlockShape::Attention(attention) => {
-            let kept = attention
-                .sliding_window
-                .map_or(context, |window| window.min(context));
-            2.0 * attention.kv_width() as f64 * kept as f64 * weight_bytes
-        }
-        // The state is kept in f32, the convolution's window in the weights' precision.
-        BlockShape::Mamba2(mamba) => {
-            let inner = (mamba.heads * mamba.head_dim) as f64;
-            let convolved = inner + 2.0 * (mamba.groups * mamba.state) as f64;
-            let window = mamba.conv_kernel.saturating_sub(1) as f64;
-            inner * mamba.state as f64 * 4.0 + convolved * window * weight_bytes
-        }
-        BlockShape::Mlp(_) | BlockShape::Moe(_) => 0.0,
-    };
-    parameters(shape, hidden) * weight_bytes + requests * state
+    shape.parameters(hidden) as f64
 }

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use super::*;
-use crate::fixtures::{attention, mlp, small, table};
+use crate::fixtures::{attention, f32, mlp, small, table};
 use crate::{CostTable, Measurement, Metric, Subject, Summary};
 use espalier_arch::{Candidate, Variant};
 
@@ -38,7 +38,7 @@ fn times() -> CostTable {
 }
 
 fn model(measured: Option<&Measurement>) -> CostModel {
-    CostModel::new(&times(), &WORKLOAD, &small(), 4.0, measured).unwrap()
+    CostModel::new(&times(), &WORKLOAD, &small(), f32(), measured).unwrap()
 }
 
 fn close(value: Option<f64>, expected: f64) {
@@ -125,7 +125,7 @@ fn corrections_scale_times_and_the_parents_other_memory_stays() {
         spread: 0.0,
         samples: vec![],
     };
-    let counted = counted_bytes(&small(), &WORKLOAD, 4.0);
+    let counted = f32().counted_bytes(&small(), &WORKLOAD);
     let measurement = Measurement {
         latency_ms: summary.clone(),
         first_token_ms: summary.clone(),
@@ -133,7 +133,7 @@ fn corrections_scale_times_and_the_parents_other_memory_stays() {
         throughput_tokens_per_second: summary,
         memory_bytes: 200_000,
     };
-    assert!(counted < 200_000.0);
+    assert!(counted < 200_000);
     let corrected = model(Some(&measurement)).corrected(Corrections {
         first_token: 2.0,
         decode: 0.5,
@@ -160,7 +160,7 @@ fn times_are_never_extrapolated_nor_guessed() {
         output_tokens: 6,
         ..WORKLOAD
     };
-    let model_of_longer = CostModel::new(&times(), &longer, &small(), 4.0, None).unwrap();
+    let model_of_longer = CostModel::new(&times(), &longer, &small(), f32(), None).unwrap();
     let message = model_of_longer.predict(&small()).unwrap_err().to_string();
     assert!(message.contains("contexts 10 to 13, but 14"), "{message}");
     let message = model(None).block_costs(Some(&mlp(32))).unwrap_err().to_string();

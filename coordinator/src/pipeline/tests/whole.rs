@@ -1,8 +1,8 @@
 //! Whole jobs, and what is refused on the way.
 
-use espalier_arch::Variant;
+use espalier_arch::{Storage, Variant, WeightFormat};
 use espalier_proto::task::Profile;
-use espalier_search::{Corrections, CostModel, CostTable};
+use espalier_search::{Corrections, CostModel, CostTable, MemoryModel};
 
 use super::world::*;
 use crate::pipeline::*;
@@ -132,7 +132,8 @@ fn the_parents_own_prediction_is_the_sum_of_its_blocks() {
         rows: rows(&profile),
         memory: None,
     };
-    let model = CostModel::new(&table, &WORKLOAD, &parent(), 4.0, None)
+    let memory = MemoryModel::unpaged(Storage::all(WeightFormat::F32));
+    let model = CostModel::new(&table, &WORKLOAD, &parent(), memory, None)
         .unwrap()
         .corrected(Corrections::default());
     let skipped = espalier_arch::Candidate {
