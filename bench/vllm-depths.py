@@ -123,6 +123,8 @@ def main():
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--compiled", action="store_true")
     given = parser.parse_args()
+    if given.rounds < 2:
+        parser.error(f"--rounds is {given.rounds}, expected at least 2: quartiles of one say nothing")
     wanted = {f"{name} x {copies}": stack(copies) for name, stack in STACKS.items() for copies in (SHALLOW, DEEP)}
     wanted["mix"] = mixed()
     # On a machine that others use, the wall says how busy they are; with one thread the processor's time does not.

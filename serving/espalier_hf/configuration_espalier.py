@@ -8,6 +8,39 @@ count, and `per_layer_config` holds the head counts of each.
 from transformers import PreTrainedConfig
 
 
+# What a block says of itself, by its type.
+KEYS = {
+    "attention": {
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "qkv_bias",
+        "output_bias",
+        "qk_norm",
+        "sliding_window",
+    },
+    "mlp": {"intermediate_size", "bias"},
+}
+
+
+def check_block(index, block):
+    """Refuses a block that lacks something or says something unknown, by its place in the config."""
+    kind = block.get("type")
+    if kind not in KEYS:
+        raise ValueError(f"config blocks[{index}].type is {kind!r}, expected 'attention' or 'mlp'")
+    missing = sorted(KEYS[kind] - block.keys())
+    if missing:
+        raise ValueError(f"config blocks[{index}] lacks {', '.join(missing)}")
+    unknown = sorted(block.keys() - KEYS[kind] - {"type"})
+    if unknown:
+        raise ValueError(f"config blocks[{index}] has {', '.join(unknown)}, expected {', '.join(sorted(KEYS[kind]))}")
+
+
+def attention_kind(block):
+    """What transformers calls a block's attention."""
+    return "full_attention" if block["sliding_window"] is None else "sliding_attention"
+
+
 class EspalierConfig(PreTrainedConfig):
     model_type = "espalier"
     keys_to_ignore_at_inference = ["past_key_values"]
@@ -57,10 +90,10 @@ class EspalierConfig(PreTrainedConfig):
         self.rope_parameters = rope_parameters
         self.attention_dropout = attention_dropout
 
+        for index, block in enumerate(self.blocks):
+            check_block(index, block)
         attention = [block for block in self.blocks if block["type"] == "attention"]
         mlps = [block for block in self.blocks if block["type"] == "mlp"]
-        if len(attention) + len(mlps) != len(self.blocks):
-            raise ValueError("`blocks` has an entry whose type is neither `attention` nor `mlp`")
         head_dims = {block["head_dim"] for block in attention}
         if len(head_dims) > 1:
             raise ValueError(f"`blocks` has heads of sizes {sorted(head_dims)}, expected one size for all")
@@ -73,9 +106,7 @@ class EspalierConfig(PreTrainedConfig):
         if len(windows) > 1:
             raise ValueError(f"`blocks` has sliding windows {sorted(windows)}, expected one for all")
         self.sliding_window = windows.pop() if windows else None
-        self.layer_types = [
-            "full_attention" if block["sliding_window"] is None else "sliding_attention" for block in attention
-        ]
+        self.layer_types = [attention_kind(block) for block in attention]
         # Derived from `blocks` and therefore never read from a file.
         for derived in ("num_hidden_layers", "layer_types", "per_layer_config"):
             kwargs.pop(derived, None)

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .configuration_espalier import EspalierConfig
+from .configuration_espalier import EspalierConfig, attention_kind
 
 
 class EspalierRMSNorm(nn.Module):
@@ -263,7 +263,7 @@ class EspalierModel(EspalierPreTrainedModel):
                 every_state += (hidden_states,)
             hidden_states = layer(
                 hidden_states,
-                attention_mask=masks.get("full" if block.get("sliding_window") is None else "sliding"),
+                attention_mask=masks[attention_kind(block)] if block["type"] == "attention" else None,
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
@@ -278,7 +278,8 @@ class EspalierModel(EspalierPreTrainedModel):
         return output if return_dict is not False else output.to_tuple()
 
     def attention_masks(self, inputs_embeds, attention_mask, past_key_values, position_ids):
-        """A mask for each kind of attention that the blocks have."""
+        """A mask for each kind of attention that the blocks have, by transformers' names for them."""
+        # `generate` makes them itself for a cache of a fixed size.
         if isinstance(attention_mask, dict):
             return attention_mask
         given = {
@@ -290,9 +291,9 @@ class EspalierModel(EspalierPreTrainedModel):
         }
         masks = {}
         if "full_attention" in self.config.layer_types:
-            masks["full"] = create_causal_mask(**given)
+            masks["full_attention"] = create_causal_mask(**given)
         if "sliding_attention" in self.config.layer_types:
-            masks["sliding"] = create_sliding_window_causal_mask(**given)
+            masks["sliding_attention"] = create_sliding_window_causal_mask(**given)
         return masks
 
 

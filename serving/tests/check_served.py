@@ -58,14 +58,17 @@ def main():
     carries_code = (given.exported / "modeling_espalier.py").exists()
     tokenizer = AutoTokenizer.from_pretrained(given.exported, trust_remote_code=carries_code)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    read = [tokenizer.encode(given.text.read_text())[:PERPLEXITY_TOKENS]] if given.text else prompts
     model = AutoModelForCausalLM.from_pretrained(
         given.exported, trust_remote_code=carries_code, dtype=torch.float32
     ).eval()
     model.generation_config.eos_token_id = None
+    longest = min(2 * PERPLEXITY_TOKENS, model.config.max_position_embeddings)
+    # A token is made after what is read.
+    read = prompts
+    if given.text:
+        read = [tokenizer.encode(given.text.read_text())[: min(PERPLEXITY_TOKENS, longest - 1)]]
     expected = odd_shapes.greedy(model, prompts, given.new_tokens)
     expected_perplexity = perplexity([odd_shapes.log_probabilities(model, prompt) for prompt in read])
-    longest = min(2 * PERPLEXITY_TOKENS, model.config.max_position_embeddings)
     del model
 
     with engines.served(

@@ -143,6 +143,37 @@ def test_a_sliding_window_generates_the_same_with_a_cache_as_without(tmp_path):
     assert cached.tolist() == plain.tolist()
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_cache_of_fixed_size_generates_the_same_padded_too(tmp_path, window):
+    config = {**BASE, "sliding_window": window}
+    model = heterogeneous(tmp_path, "mistral" if window else "llama", config)
+    padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), TOKENS[:, :5]], dim=1)
+    batch = torch.cat([TOKENS, padded])
+    mask = torch.ones_like(batch)
+    mask[1, :7] = 0
+    given = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+    # Not compiled: that would take a minute and change nothing that is asked here.
+    given["disable_compile"] = True
+    fixed = model.generate(batch, cache_implementation="static", **given)
+    assert fixed.tolist() == model.generate(batch, **given).tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"sliding_window": ...}, r"blocks\[1\] lacks sliding_window"),
+        ({"type": ...}, r"blocks\[1\].type is None"),
+        ({"type": "mamba"}, r"blocks\[1\].type is 'mamba'"),
+        ({"head_size": 64}, r"blocks\[1\] has head_size"),
+    ],
+)
+def test_a_block_that_is_not_whole_is_refused_by_its_place(tmp_path, change, says):
+    block = {**attention(6, 2, BASE, "llama"), **change}
+    block = {key: value for key, value in block.items() if value is not ...}
+    with pytest.raises(Exception, match=says):
+        flat_model(tmp_path, BASE, "llama", [mlp(40, BASE), block])
+
+
 def test_padded_batches_give_what_single_prompts_give(tmp_path):
     model = heterogeneous(tmp_path)
     short = TOKENS[:, :5]

@@ -5,6 +5,7 @@ holds keys and values for its own KV heads only. Skipped where vLLM or the plugi
 """
 
 import json
+import shutil
 from importlib.metadata import entry_points
 
 import engine  # Sets vLLM's environment, so it comes before vLLM.
@@ -50,11 +51,14 @@ def test_vllm_gives_what_transformers_gives(tmp_path, shape):
 
 
 def test_a_compiled_model_gives_what_an_eager_one_gives(tmp_path, monkeypatch):
+    """One directory after the other under one name: what was compiled is told apart by the blocks alone."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    directory = tmp_path / "checkpoint"
     for seed, shape in enumerate(["every block another size", "first block an MLP"]):
         changes, blocks = odd_shapes.SHAPES[shape]
-        model = odd_shapes.write(tmp_path / shape, changes, blocks, seed=seed)
-        with engine.served(tmp_path / shape, enforce_eager=False) as served:
+        shutil.rmtree(directory, ignore_errors=True)
+        model = odd_shapes.write(directory, changes, blocks, seed=seed)
+        with engine.served(directory, enforce_eager=False) as served:
             tokens, _ = engine.answers(served, prompts(), NEW_TOKENS)
         assert tokens == odd_shapes.greedy(model, prompts(), NEW_TOKENS)
 
@@ -94,9 +98,11 @@ def test_keys_and_values_fill_the_space_that_is_given_and_no_more(tmp_path):
     ("damage", "says"),
     [
         ("extra", "layers.9.mlp.up_proj.weight"),
-        ("part", "not k_proj"),
-        ("norm", "layers.1.post_attention_layernorm"),
-        ("linear", "layers.3.mlp.down_proj"),
+        ("part", "lacks model.layers.2.self_attn.k_proj.weight"),
+        ("norm", "lacks model.layers.1.post_attention_layernorm"),
+        ("linear", "lacks model.layers.3.mlp.down_proj"),
+        ("large", r"layers.3.mlp.down_proj.weight is \(96, 80\), expected \(96, 64\)"),
+        ("small", r"layers.2.self_attn.q_proj.weight is \(64, 96\), expected \(96, 96\)"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_its_blocks_is_refused_by_name(tmp_path, damage, says):
@@ -110,8 +116,13 @@ def test_a_checkpoint_that_does_not_fit_its_blocks_is_refused_by_name(tmp_path, 
         del tensors["model.layers.2.self_attn.k_proj.weight"]
     elif damage == "norm":
         del tensors["model.layers.1.post_attention_layernorm.weight"]
-    else:
+    elif damage == "linear":
         del tensors["model.layers.3.mlp.down_proj.weight"]
+    elif damage == "large":
+        # One that vLLM's own loaders would cut.
+        tensors["model.layers.3.mlp.down_proj.weight"] = torch.zeros(96, 80)
+    else:
+        tensors["model.layers.2.self_attn.q_proj.weight"] = torch.zeros(64, 96)
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(Exception, match=says), engine.served(tmp_path / "checkpoint"):
         pass

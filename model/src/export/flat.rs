@@ -132,7 +132,7 @@ pub fn to_config(architecture: &Architecture, parent: &Value, precision: Precisi
 /// What readers that know no blocks are told: the largest of each size.
 fn add_bounds(entries: &[Entry], fields: &mut Map<String, Value>) {
     let mut attention_blocks = 0usize;
-    let mut widest = (0, 0, 0);
+    let (mut heads, mut kv_heads, mut head_size) = (0, 0, 0);
     let mut channels = 0;
     for entry in entries {
         match entry {
@@ -143,7 +143,9 @@ fn add_bounds(entries: &[Entry], fields: &mut Map<String, Value>) {
                 ..
             } => {
                 attention_blocks += 1;
-                widest = widest.max((*num_attention_heads, *num_key_value_heads, *head_dim));
+                heads = heads.max(*num_attention_heads);
+                kv_heads = kv_heads.max(*num_key_value_heads);
+                head_size = head_size.max(*head_dim);
             }
             Entry::Mlp {
                 intermediate_size, ..
@@ -152,10 +154,9 @@ fn add_bounds(entries: &[Entry], fields: &mut Map<String, Value>) {
     }
     fields.insert("num_hidden_layers".to_owned(), json!(attention_blocks));
     if attention_blocks > 0 {
-        let (heads, kv_heads, head_dim) = widest;
         fields.insert("num_attention_heads".to_owned(), json!(heads));
         fields.insert("num_key_value_heads".to_owned(), json!(kv_heads));
-        fields.insert("head_dim".to_owned(), json!(head_dim));
+        fields.insert("head_dim".to_owned(), json!(head_size));
     }
     if channels > 0 {
         fields.insert("intermediate_size".to_owned(), json!(channels));
@@ -280,5 +281,27 @@ fn shape(entry: Entry, rope: Option<&Rope>) -> Result<BlockShape> {
             activation: Activation::SwiGlu,
             bias,
         })),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn readers_that_know_no_blocks_are_told_the_largest_of_each_size() {
+        let attention = |num_attention_heads, num_key_value_heads| Entry::Attention {
+            num_attention_heads,
+            num_key_value_heads,
+            head_dim: 64,
+            qkv_bias: false,
+            output_bias: false,
+            qk_norm: false,
+            sliding_window: None,
+        };
+        let mut fields = Map::new();
+        add_bounds(&[attention(6, 2), attention(4, 4)], &mut fields);
+        assert_eq!(fields.get("num_attention_heads"), Some(&json!(6)));
+        assert_eq!(fields.get("num_key_value_heads"), Some(&json!(4)));
     }
 }
