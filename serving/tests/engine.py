@@ -30,6 +30,8 @@ def served(directory, **options):
         "trust_remote_code": False,
         "max_model_len": 256,
         "max_num_seqs": 8,
+        # Of a GPU's memory, which others may share.
+        "gpu_memory_utilization": 0.1,
         # VLLM_CPU_KVCACHE_SPACE, where it is set, has its way over this.
         "kv_cache_memory_bytes": 64 << 20,
         **options,

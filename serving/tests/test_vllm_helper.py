@@ -1,6 +1,7 @@
 """The helper with the real vLLM: one process for all tests, as a worker keeps it. Skipped without vLLM."""
 
 import importlib.util
+import os
 import sys
 import tempfile
 import threading
@@ -61,7 +62,8 @@ def config(*blocks, **changes):
 
 
 def start():
-    return Client(HELPER, {"PYTHONPATH": str(HERE.parent), "VLLM_CPU_KVCACHE_SPACE": "1"}, sys.stderr.fileno())
+    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+    return Client(HELPER, {"PYTHONPATH": path, "VLLM_CPU_KVCACHE_SPACE": "1"}, sys.stderr.fileno())
 
 
 @unittest.skipUnless(importlib.util.find_spec("vllm"), "vLLM is not installed here")
@@ -98,10 +100,13 @@ class Helper(unittest.TestCase):
         return str(caught.exception)
 
     def test_hello_says_what_measures(self):
-        self.assertEqual(self.hello["platform"], "cpu")
         self.assertTrue(self.hello["tested"])
-        self.assertIn(64, self.hello["head_sizes"])
-        self.assertEqual(self.hello["block_tokens"], {"default": 128, "multiple": 32})
+        if self.hello["platform"] == "cpu":
+            self.assertIn(64, self.hello["head_sizes"])
+            self.assertEqual(self.hello["block_tokens"], {"default": 128, "multiple": 32})
+        else:
+            self.assertTrue(self.hello["graphs"])
+            self.assertEqual(self.hello["block_tokens"], {"default": 16, "multiple": 16})
 
     def test_an_engine_holds_what_its_blocks_say(self):
         answer = self.open("a", attention(6, 2), mlp(160), attention(2, 1))
@@ -117,10 +122,10 @@ class Helper(unittest.TestCase):
     def test_a_shape_that_vllm_refuses_leaves_the_helper_and_other_engines_well(self):
         self.open("good", attention(3, 1), mlp(64))
         point = {"decode": {"context": 64, "sequences": 4}}
-        for blocks, says in (
-            ([attention(2, 1, 16), mlp(64)], "head size of 16"),
-            ([mlp(64)], "expected at least one"),
-        ):
+        refusals = [([mlp(64)], "expected at least one")]
+        if self.hello["platform"] == "cpu":
+            refusals.append(([attention(2, 1, 16), mlp(64)], "head size of 16"))
+        for blocks, says in refusals:
             found = self.refused("unsupported", "open", engine="bad", config=config(*blocks), **OPTIONS)
             self.assertIn(says, found)
             self.assertEqual(len(self.client.ask("steps", engine="good", point=point, repeats=3)["wall_ms"]), 3)
@@ -175,16 +180,36 @@ class Helper(unittest.TestCase):
             point = {"decode": {"context": 40, "sequences": 2}}
             self.assertEqual(len(self.client.ask("steps", engine=name, point=point, repeats=3)["wall_ms"]), 3)
 
+    def held(self):
+        """Bytes now, and at most since this was last asked, where weights lie."""
+        answer = self.client.ask("memory")
+        if self.hello["platform"] == "cpu":
+            self.assertIsNone(answer["device"])
+            return answer["pss_bytes"], answer["peak_pss_bytes"]
+        return answer["device"]["reserved_bytes"], answer["device"]["peak_reserved_bytes"]
+
     def test_memory_shows_weights_and_keys_and_values(self):
         self.open("small", attention(2, 1))
-        before = self.client.ask("memory")["pss_bytes"]
+        before, _ = self.held()
         space = 256 << 20
         opened = self.open("large", attention(8, 8), mlp(20_000), kv_bytes=space)
-        after = self.client.ask("memory")
-        rise = (after["peak_pss_bytes"] - before) / (opened["weight_bytes"] + opened["kv_bytes"])
+        _, peak = self.held()
+        rise = (peak - before) / (opened["weight_bytes"] + opened["kv_bytes"])
         self.assertTrue(0.97 < rise < 1.15, rise)
         self.client.ask("close", engine="large")
-        self.assertLess(self.client.ask("memory")["pss_bytes"] - before, space // 8)
+        self.assertLess(self.held()[0] - before, space // 8)
+
+    def test_a_gpu_says_its_own_time_and_the_graph_that_ran(self):
+        if self.hello["platform"] == "cpu":
+            self.skipTest("a CPU has no clock of its own")
+        self.open("graphs", attention(3, 1), mlp(64), compiled=True, graph_sizes=[1, 2, 4, 8])
+        self.open("eager", attention(3, 1), mlp(64))
+        for name, source, captured in (("graphs", "graph", 4), ("eager", "kernels", None)):
+            point = {"decode": {"context": 40, "sequences": 3}}
+            timed = self.client.ask("steps", engine=name, point=point, repeats=4)
+            self.assertEqual((timed["device_source"], timed["captured"]), (source, captured))
+            self.assertEqual(len(timed["device_ms"]), 5)
+            self.assertTrue(all(0 < value < min(timed["wall_ms"]) * 1.1 for value in timed["device_ms"]), timed)
 
     def test_weights_of_a_checkpoint_give_the_text_of_transformers(self):
         import odd_shapes

@@ -141,10 +141,12 @@ class Platform:
         if isinstance(positions, int) and fields["max_context"] > positions:
             raise invalid("max_context", fields["max_context"], f"at most max_position_embeddings, {positions}")
         wanted = fields["kv_bytes"] + needs.weight_bytes(config, fields["directory"], fields["precision"])
-        free = device.memory()["free_bytes"] if self.cuda else memory.available()
+        held = device.memory() if self.cuda else {"free_bytes": memory.available(), "total_bytes": memory.limit()}
+        free, total = held["free_bytes"], held["total_bytes"]
         if free is not None and wanted > free:
-            kind = "busy" if self.cuda and not self.open_engines else "out_of_memory"
-            raise Failure(kind, f"weights, keys and values take {wanted} bytes and {free} are free")
+            others = self.cuda and not self.open_engines and wanted <= total
+            says = f"weights, keys and values take {wanted} bytes and {free} of {total} are free"
+            raise Failure("busy" if others else "out_of_memory", says)
 
     def failure(self, error):
         """What an exception of vLLM's or torch's means."""
