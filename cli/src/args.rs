@@ -14,6 +14,8 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use espalier_worker::discovery::Wanted;
+use espalier_worker::engine::vllm::Environment;
+
 pub(crate) use estimate::*;
 pub(crate) use remote::*;
 use values::{bytes, duration, interval, threads};
@@ -96,6 +98,8 @@ pub(crate) enum Command {
         /// Bytes of a GPU that tensors may take.
         #[arg(long)]
         memory_limit: Option<u64>,
+        #[command(flatten)]
+        vllm: InVllm,
     },
     /// Looks for GPUs and prints them as JSON; a process that ends at once, for those that must have no context.
     #[command(hide = true, name = espalier_worker::discovery::COMMAND)]
@@ -118,6 +122,31 @@ pub(crate) struct GpuShare {
     /// GiB.
     #[arg(long, env = "ESPALIER_DEVICE_MEMORY", value_parser = bytes, value_name = "BYTES")]
     pub device_memory: Option<u64>,
+}
+
+/// vLLM, for jobs whose `target.engine` it is.
+#[derive(Debug, Clone, Default, Args)]
+pub(crate) struct InVllm {
+    /// Measure in the vLLM of this Python's environment, which has Espalier's plugin too.
+    #[arg(long, env = "ESPALIER_VLLM_PYTHON", value_name = "PYTHON")]
+    pub vllm_python: Option<PathBuf>,
+    /// Versions of vLLM to go on with though they were not tested, such as 0.33; several with commas.
+    #[arg(
+        long,
+        env = "ESPALIER_VLLM_TRUST",
+        value_delimiter = ',',
+        value_name = "VERSION"
+    )]
+    pub vllm_trust: Vec<String>,
+}
+
+impl InVllm {
+    /// Where it is; none where no Python was named.
+    pub(crate) fn environment(&self) -> Option<Environment> {
+        let python = self.vllm_python.clone()?;
+        let trusted = self.vllm_trust.clone();
+        Some(Environment { python, trusted })
+    }
 }
 
 #[derive(Debug, Args)]
@@ -145,6 +174,8 @@ pub(crate) struct Run {
     pub devices: Vec<Wanted>,
     #[command(flatten)]
     pub share: GpuShare,
+    #[command(flatten)]
+    pub vllm: InVllm,
     /// Threads of each worker; 0 shares the machine's processors among them.
     #[arg(long, env = "ESPALIER_THREADS", default_value_t = 0, value_parser = threads)]
     pub threads: usize,
@@ -237,6 +268,8 @@ pub(crate) struct Worker {
     pub devices: Vec<Wanted>,
     #[command(flatten)]
     pub share: GpuShare,
+    #[command(flatten)]
+    pub vllm: InVllm,
     /// Threads of its devices together; 0 means one for each processor.
     #[arg(long, env = "ESPALIER_THREADS", default_value_t = 0, value_parser = threads)]
     pub threads: usize,

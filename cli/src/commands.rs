@@ -18,6 +18,7 @@ use espalier_coordinator::{Coordinator, CoordinatorOptions};
 use espalier_proto::v1::{Job, JobState};
 use espalier_worker::agent::options::DeviceOptions;
 use espalier_worker::discovery::{self, Shares, Wanted};
+use espalier_worker::engine::vllm::Environment;
 use espalier_worker::{Shutdown, WorkerOptions};
 
 use crate::args::{self, Listed, Logging, Remote};
@@ -97,12 +98,21 @@ pub(crate) async fn worker(arguments: args::Worker, logging: &Logging) -> anyhow
         threads: arguments.threads,
         memory_limit: arguments.share.device_memory,
     };
-    let devices = choose_devices(arguments.devices, shares).await?;
+    let mut devices = choose_devices(arguments.devices, shares).await?;
+    let in_vllm = arguments.vllm.environment();
+    let version = look_for_vllm(in_vllm.clone()).await?;
+    for device in &mut devices {
+        device.vllm.clone_from(&version);
+    }
     let mut options = WorkerOptions::new(&arguments.coordinator, &name, devices);
     options.host = host_name();
     options.drain_timeout = arguments.drain_timeout;
     options.child.hang_timeout = arguments.hang_timeout;
     options.child.arguments.extend(logging.arguments());
+    options
+        .child
+        .arguments
+        .extend(in_vllm.iter().flat_map(Environment::arguments));
     let shutdown = Shutdown::default();
     let running = espalier_worker::run(options, shutdown.clone());
     tokio::pin!(running);
@@ -115,6 +125,15 @@ pub(crate) async fn worker(arguments: args::Worker, logging: &Logging) -> anyhow
         ask.cancel();
     }
     Ok(running.await?)
+}
+
+/// The version of the vLLM that was named; none where none was.
+pub(crate) async fn look_for_vllm(environment: Option<Environment>) -> anyhow::Result<Option<String>> {
+    let Some(environment) = environment else {
+        return Ok(None);
+    };
+    let looked = tokio::task::spawn_blocking(move || environment.look()).await?;
+    Ok(Some(looked.map_err(|error| failure::usage(error.to_string()))?))
 }
 
 /// The devices that were asked for, as they are on this machine.

@@ -11,16 +11,17 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use espalier_coordinator::client::Client;
-use espalier_coordinator::spec::{Device, JobSpec};
+use espalier_coordinator::spec::{Device, Engine, JobSpec};
 use espalier_coordinator::{Coordinator, CoordinatorOptions, Handle};
 use espalier_proto::v1::{Job, submit_request::Spec};
 use espalier_worker::discovery::{Shares, Wanted};
+use espalier_worker::engine::vllm::Environment;
 use tempfile::TempDir;
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
 use crate::args::{Logging, Run};
-use crate::commands::{choose_devices, read_spec, verdict};
+use crate::commands::{choose_devices, look_for_vllm, read_spec, verdict};
 use crate::progress::Progress;
 use crate::signals::Signals;
 use crate::{failure, output};
@@ -109,6 +110,13 @@ async fn devices_of(arguments: &Run, spec: &mut JobSpec) -> anyhow::Result<Vec<S
             arguments.workers
         )));
     }
+    let in_vllm = arguments.vllm.environment();
+    if spec.target.engine == Engine::Vllm && in_vllm.is_none() {
+        return Err(failure::usage(
+            "target.engine is vllm, and no vLLM was named: give --vllm-python, the python of an environment that has it",
+        ));
+    }
+    look_for_vllm(in_vllm.clone()).await?;
     let shares = Shares {
         threads: arguments.threads,
         memory_limit: arguments.share.device_memory,
@@ -119,6 +127,7 @@ async fn devices_of(arguments: &Run, spec: &mut JobSpec) -> anyhow::Result<Vec<S
     if let Some(limit) = shares.memory_limit {
         told.extend(["--device-memory".to_owned(), format!("{limit}B")]);
     }
+    told.extend(in_vllm.iter().flat_map(Environment::arguments));
     Ok(told)
 }
 

@@ -15,6 +15,7 @@ mod telemetry;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
+use espalier_worker::engine::vllm::VllmOptions;
 
 use args::{Arguments, Command, DeviceCommand, Logging, WorkerCommand};
 use commands::keep;
@@ -48,8 +49,20 @@ fn run(command: Command, logging: &Logging, telemetry: &telemetry::Telemetry) ->
     match command {
         Command::Schema => output::print_json(&espalier_coordinator::spec::json_schema()),
         // The child runs attempts on this very thread and has no use for a runtime.
-        Command::DeviceChild { device, memory_limit } => {
-            let assigned = espalier_worker::Assigned { device, memory_limit };
+        Command::DeviceChild {
+            device,
+            memory_limit,
+            vllm,
+        } => {
+            let vllm = VllmOptions {
+                environment: vllm.environment(),
+                ..VllmOptions::default()
+            };
+            let assigned = espalier_worker::Assigned {
+                device,
+                memory_limit,
+                vllm,
+            };
             Ok(espalier_worker::run_child(assigned, telemetry.end_of_child())?)
         }
         Command::DeviceLook => commands::device::look(),

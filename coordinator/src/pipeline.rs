@@ -22,6 +22,7 @@ mod finish;
 mod fit;
 mod import;
 pub mod outcome;
+mod servable;
 mod stage;
 mod tasks;
 #[cfg(test)]

@@ -37,4 +37,4 @@ pub use job::{Ended, Job, JobPhase, Pause, Retry, Stage, Summary};
 pub use retry::{Budget, Failures, hand_back_pause, retry_pause};
 pub use state::{Release, State};
 pub use task::{Attempt, Evidence, Gang, GangPlace, Needs, Rank, RankPhase, Task, TaskPhase, Trouble};
-pub use worker::{Cordon, Device, DeviceInfo, Standing, Worker};
+pub use worker::{Cordon, Device, DeviceInfo, EngineInfo, Standing, Worker};

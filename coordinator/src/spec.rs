@@ -13,6 +13,7 @@ mod tests;
 
 use std::fmt;
 
+use espalier_proto::task;
 use espalier_search::{Limits, Workload};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -70,8 +71,8 @@ pub struct Target {
     /// What will run it.
     #[serde(default)]
     pub engine: Engine,
-    /// The precision of its weights and arithmetic: that of the engine on the device. Default: `f32` on `cpu`,
-    /// `bf16` on `cuda`.
+    /// The precision of its weights and arithmetic; of the built-in engine that of the device. Default: `f32` on
+    /// `cpu`, `bf16` on `cuda`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub precision: Option<Precision>,
     /// What is asked of it.
@@ -111,6 +112,16 @@ impl Target {
     pub fn precision(&self) -> Precision {
         self.precision.unwrap_or_else(|| self.device.precision())
     }
+
+    /// What tasks that measure are told to measure in.
+    pub fn task_engine(&self) -> task::Engine {
+        match self.engine {
+            Engine::Builtin => task::Engine::Builtin,
+            Engine::Vllm => task::Engine::Vllm {
+                precision: self.precision().into(),
+            },
+        }
+    }
 }
 
 /// What will run the result.
@@ -120,6 +131,8 @@ pub enum Engine {
     /// Espalier's own decoding.
     #[default]
     Builtin,
+    /// vLLM, in the Python environment that the worker was started with (`--vllm-python`).
+    Vllm,
 }
 
 /// The precisions of weights and arithmetic that a target may have: those of [`espalier_arch::WeightFormat`] that

@@ -4,7 +4,7 @@
 use serde_json::{Value, json};
 
 use crate::v1::{
-    AttemptDetail, Job, JobEvent, JobState, Stage, StageState, Task, TaskDetail, TaskState, Worker,
+    self, AttemptDetail, Job, JobEvent, JobState, Stage, StageState, Task, TaskDetail, TaskState, Worker,
     WorkerDevice, WorkerState,
 };
 
@@ -130,11 +130,16 @@ fn device(device: &WorkerDevice) -> Value {
         "name": described.name,
         "memory_bytes": described.memory_bytes,
         "threads": described.threads,
+        "engines": described.engines.iter().map(engine).collect::<Value>(),
         "attempt": device.attempt,
         "task": device.task,
         "job": device.job_id,
         "stage": device.stage,
     })
+}
+
+fn engine(engine: &v1::Engine) -> Value {
+    json!({ "name": engine.name, "version": engine.version })
 }
 
 fn embedded(text: &str) -> Value {

@@ -1,5 +1,6 @@
 //! What a task is asked and what it answers, one pair of types for each executor.
 
+mod engine;
 mod failure;
 
 use std::fmt;
@@ -8,6 +9,7 @@ use espalier_arch::{Architecture, BlockShape, Candidate, Variant};
 use espalier_search::{CostKey, CostRow, EngineMemory, Measurement, Point, Score, Workload};
 use serde::{Deserialize, Serialize};
 
+pub use engine::{Engine, VLLM};
 pub use failure::{Failure, FailureKind};
 
 /// Names an artifact by its content: lower-case hexadecimal BLAKE3.
@@ -101,6 +103,18 @@ impl TaskSpec {
             Self::Evaluate(_) => "evaluate",
             Self::Export(_) => "export",
             Self::Verify(_) => "verify",
+        }
+    }
+}
+
+impl TaskSpec {
+    /// What runs the models it measures; our own where it measures none.
+    pub fn engine(&self) -> Engine {
+        match self {
+            Self::Profile(task) => task.engine,
+            Self::Check(task) => task.engine,
+            Self::Verify(task) => task.engine,
+            _ => Engine::Builtin,
         }
     }
 }
@@ -210,6 +224,9 @@ pub struct Profile {
     pub rounds: usize,
     /// The workload under which the whole parent is measured too.
     pub workload: Workload,
+    /// What runs them.
+    #[serde(default, skip_serializing_if = "Engine::is_builtin")]
+    pub engine: Engine,
 }
 
 /// Rows for the cost table, and the parent measured whole.
@@ -298,6 +315,9 @@ pub struct Check {
     pub workload: Workload,
     /// Alternations.
     pub repeats: usize,
+    /// What runs both.
+    #[serde(default, skip_serializing_if = "Engine::is_builtin")]
+    pub engine: Engine,
 }
 
 /// Asks to measure an exported directory, alternating with the parent.
@@ -312,6 +332,9 @@ pub struct Verify {
     pub workload: Workload,
     /// Alternations.
     pub repeats: usize,
+    /// What runs both.
+    #[serde(default, skip_serializing_if = "Engine::is_builtin")]
+    pub engine: Engine,
 }
 
 /// Two models measured in alternation.

@@ -17,6 +17,7 @@ use espalier_worker::agent::leftover::Mark;
 use espalier_worker::agent::options::{ChildOptions, DeviceOptions};
 use espalier_worker::agent::process::Process;
 use espalier_worker::child::protocol::{Order, Request};
+use espalier_worker::engine::vllm::VllmOptions;
 use tracing::field::Field;
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
@@ -71,6 +72,7 @@ fn child() -> Answer {
     let assigned = Assigned {
         device: Device::Cpu,
         memory_limit: None,
+        vllm: VllmOptions::default(),
     };
     Ok(espalier_worker::run_child(assigned, || ())?)
 }

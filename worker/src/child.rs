@@ -18,8 +18,9 @@ use std::sync::{Arc, Mutex};
 
 use espalier_artifact::BlockingStore;
 use espalier_model::Device;
-use espalier_proto::task::{Failure, FailureKind, Progress};
+use espalier_proto::task::{Engine, Failure, FailureKind, Progress};
 
+use crate::engine::vllm::VllmOptions;
 use crate::executor::{Backend, Caches, Context, Stop, execute};
 use crate::trace::{Names, attempt_span};
 use crate::{Error, Result};
@@ -29,12 +30,14 @@ use rank::Member;
 use stop::Stops;
 
 /// The device that a child was started for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Assigned {
     /// Which.
     pub device: Device,
     /// Bytes of a GPU that tensors may take; none: what is free when it is opened, less a reserve.
     pub memory_limit: Option<u64>,
+    /// vLLM, for tasks that measure in it.
+    pub vllm: VllmOptions,
 }
 
 /// Serves requests on standard input until it closes or says shutdown. Then `before_end` runs, which has to be
@@ -180,7 +183,10 @@ impl Child {
                 Some((place, released))
             }
         };
-        let backend = self.backend()?;
+        let backend = match order.spec.engine() {
+            Engine::Builtin => self.backend()?,
+            Engine::Vllm { .. } => self.backend_beside_vllm()?,
+        };
         self.open(&order.artifact_store, &order.artifact_store_id)?;
         let Some((_, store)) = &self.store else {
             let failure = Failure {
@@ -227,10 +233,25 @@ impl Child {
         if let Some(backend) = &self.backend {
             return Ok(backend.clone());
         }
-        let Assigned { device, memory_limit } = self.assigned;
+        let Assigned {
+            device, memory_limit, ..
+        } = self.assigned;
         let backend = Backend::open(device, memory_limit)?;
         self.backend = Some(backend.clone());
         Ok(backend)
+    }
+
+    /// What is left to a task that measures in vLLM, which has the device: a GPU is given up for it.
+    fn backend_beside_vllm(&mut self) -> Result<Backend> {
+        let device = self.assigned.device;
+        let backend = if device == Device::Cpu {
+            self.backend()?
+        } else {
+            self.caches.clear();
+            self.backend = None;
+            Backend::open(Device::Cpu, None)?
+        };
+        Ok(backend.with_vllm(self.assigned.vllm.clone().on(device)))
     }
 
     /// Opens the store, unless it is open already. It was made by the coordinator: one that is not there, or is

@@ -1,11 +1,156 @@
 //! Engines: what runs a model under a workload and says how long it took and how much memory it needs.
 //!
-//! [`builtin`] is our own; [`stacks`] prices single block shapes on it; [`pair`] measures two models in
-//! alternation. [`quiet`] throws away what was timed while the process did not run as it should. Statistics of
-//! repeats live in [`statistics`].
+//! [`Engine`] is what stages that measure ask of one. [`builtin`] is our own, and [`stacks`] prices single block shapes
+//! on it; [`vllm`] is vLLM in a process of the user's own Python. [`pair`] measures two models in alternation on any of
+//! them. [`quiet`] throws away what was timed while the process did not run as it should. Statistics of repeats live in
+//! [`statistics`].
 
 pub mod builtin;
+mod fit;
 pub mod pair;
 pub mod quiet;
 pub mod stacks;
 pub mod statistics;
+pub mod vllm;
+
+use std::fmt::Debug;
+use std::path::Path;
+
+use espalier_arch::Architecture;
+use espalier_proto::task::{ParentRef, Profile, Profiled};
+use espalier_search::{Measurement, Workload};
+
+use crate::Result;
+use statistics::{drift, summary};
+
+/// Measures models.
+pub trait Engine {
+    /// Times every shape of the task and the base at every point, and the whole parent under the workload.
+    ///
+    /// # Errors
+    /// When a model cannot be run, the machine is too noisy, or the attempt should stop.
+    fn profile(&mut self, task: &Profile) -> Result<Profiled>;
+
+    /// Makes a model ready to run a workload, and runs it once, untimed.
+    ///
+    /// # Errors
+    /// When the model cannot be run under that workload, or there is no room for it.
+    fn open(&mut self, model: &Subject<'_>, workload: &Workload) -> Result<Opened>;
+
+    /// Runs the workload once, undisturbed.
+    ///
+    /// # Errors
+    /// As [`Engine::profile`].
+    fn run(&mut self, model: Opened) -> Result<Sample>;
+
+    /// Bytes that the model takes under its workload: weights, state and activations.
+    fn memory_bytes(&self, model: Opened) -> u64;
+}
+
+/// A model to measure.
+#[derive(Debug, Clone, Copy)]
+pub enum Subject<'a> {
+    /// Of this shape, with random weights.
+    Shape(&'a Architecture),
+    /// The parent of a job.
+    Parent(&'a ParentRef),
+    /// As it was exported.
+    Directory(&'a Path),
+}
+
+/// A model that an engine has opened: its place among them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Opened(usize);
+
+impl Opened {
+    /// The model in this place.
+    pub(crate) fn place(index: usize) -> Self {
+        Self(index)
+    }
+
+    /// Its place.
+    pub(crate) fn index(self) -> usize {
+        self.0
+    }
+}
+
+/// The times of one run of a workload.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sample {
+    /// Milliseconds to the first token.
+    pub first_token: f64,
+    /// Milliseconds to the last token.
+    pub latency: f64,
+    /// Milliseconds until all requests had ended.
+    pub whole: f64,
+}
+
+/// Runs of one model, in the order taken.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Series {
+    workload: Workload,
+    samples: Vec<Sample>,
+}
+
+impl Series {
+    /// None yet.
+    pub fn new(workload: &Workload) -> Self {
+        Self {
+            workload: *workload,
+            samples: Vec::new(),
+        }
+    }
+
+    /// Adds a run.
+    pub fn push(&mut self, sample: Sample) {
+        self.samples.push(sample);
+    }
+
+    /// How far the latency drifted over the runs.
+    pub fn drift(&self) -> f64 {
+        let latencies = self.samples.iter().map(|sample| sample.latency);
+        drift(&latencies.collect::<Vec<_>>())
+    }
+
+    /// What the runs say, of a model that takes so many bytes.
+    pub fn measurement(&self, memory_bytes: u64) -> Measurement {
+        let each = |figure: &dyn Fn(&Sample) -> f64| summary(self.samples.iter().map(figure).collect());
+        let Workload {
+            output_tokens,
+            concurrency,
+            ..
+        } = self.workload;
+        let steps = lossless(output_tokens.saturating_sub(1).max(1));
+        let tokens = lossless(output_tokens.saturating_mul(concurrency));
+        Measurement {
+            latency_ms: each(&|sample| sample.latency),
+            first_token_ms: each(&|sample| sample.first_token),
+            per_token_ms: each(&|sample| (sample.latency - sample.first_token) / steps),
+            throughput_tokens_per_second: each(&|sample| tokens / (sample.whole / 1000.0)),
+            memory_bytes,
+        }
+    }
+}
+
+/// Whoever runs an engine, as the engine sees them.
+pub trait Surroundings: Debug {
+    /// Whether it should stop.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cancelled`] when it should.
+    fn check_stopped(&self) -> Result<()>;
+
+    /// Something was done.
+    fn beat(&self);
+
+    /// How far it has come, of how many units.
+    ///
+    /// # Errors
+    /// As [`Surroundings::check_stopped`].
+    fn progress(&self, done: usize, total: usize, unit: &str, note: &dyn Fn() -> String) -> Result<()>;
+}
+
+#[allow(clippy::cast_precision_loss)] // tokens and copies, far below 2^53
+fn lossless(value: usize) -> f64 {
+    value as f64
+}

@@ -91,6 +91,9 @@ pub enum Error {
         /// Bytes that further tensors may take.
         free: u64,
     },
+    /// vLLM, or the process that it runs in.
+    #[error(transparent)]
+    Vllm(#[from] crate::engine::vllm::Error),
     /// A device child that cannot be started or spoken to.
     #[error("device child: {reason}")]
     Child {
@@ -132,6 +135,7 @@ impl Error {
             Self::NoRoom { .. } => FailureKind::OutOfMemory,
             Self::TooNoisy { .. } => FailureKind::TooNoisy,
             Self::Model(error) => model_failure(error),
+            Self::Vllm(error) => error.failure_kind(),
             _ => FailureKind::Error,
         };
         Failure {

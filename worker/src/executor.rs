@@ -12,6 +12,7 @@ mod divergence;
 mod evaluate;
 mod export;
 mod ingest;
+mod measure;
 mod multiple_choice;
 mod plan;
 mod profile;
@@ -37,6 +38,9 @@ pub use pulse::Pulse;
 /// Why the attempt failed; [`crate::Error::failure`] says what that means for trying again.
 pub fn execute(context: &Context<'_>, caches: &mut Caches, spec: &TaskSpec) -> Result<TaskOutput> {
     context.check_cancelled()?;
+    if spec.engine().is_builtin() {
+        caches.end_vllm();
+    }
     match spec {
         TaskSpec::Ingest(task) => ingest::run(context, caches, task)
             .map(Box::new)

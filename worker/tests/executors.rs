@@ -7,8 +7,8 @@ use espalier_arch::{BlockShape, Candidate, Variant};
 use espalier_artifact::BlockingStore;
 use espalier_model::Device;
 use espalier_proto::task::{
-    Calibrate, Check, DepthOrder, Evaluate, Export, FailureKind, Ingest, Ingested, ParentRef, Profile, Rank,
-    Recipe, Recover, ScoreBlock, Sort, Student, TaskOutput, TaskSpec, Verify,
+    Calibrate, Check, DepthOrder, Engine, Evaluate, Export, FailureKind, Ingest, Ingested, ParentRef,
+    Profile, Rank, Recipe, Recover, ScoreBlock, Sort, Student, TaskOutput, TaskSpec, Verify,
 };
 use espalier_search::{Point, Workload};
 use espalier_worker::Result;
@@ -289,6 +289,7 @@ fn a_profile_has_a_row_for_every_shape_and_the_base_at_every_point() {
         points,
         rounds: 3,
         workload,
+        engine: Engine::Builtin,
     };
     let TaskOutput::Profile(profiled) = bench.run(TaskSpec::Profile(spec)).unwrap() else {
         panic!("another output")
@@ -301,6 +302,7 @@ fn a_profile_has_a_row_for_every_shape_and_the_base_at_every_point() {
         architecture,
         workload,
         repeats: 4,
+        engine: Engine::Builtin,
     };
     let TaskOutput::Measured(pair) = bench.run(TaskSpec::Check(check)).unwrap() else {
         panic!("another output")
@@ -368,6 +370,7 @@ fn recovery_lowers_the_held_out_divergence_and_resumes_to_the_bit() {
         directory,
         workload,
         repeats: 4,
+        engine: Engine::Builtin,
     })) {
         Ok(TaskOutput::Measured(pair)) => assert!(pair.candidate.memory_bytes < pair.parent.memory_bytes),
         other => panic!("{other:?}"),

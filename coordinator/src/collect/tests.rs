@@ -139,6 +139,7 @@ impl Orchard {
                 name: "test".into(),
                 memory_bytes: 1,
                 threads: 1,
+                engines: Vec::new(),
             };
             let introduction = Introduction {
                 name: "ann".to_owned(),

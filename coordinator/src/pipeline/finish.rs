@@ -242,6 +242,7 @@ impl<'a> Tail<'a> {
                     directory: exported.written_to(),
                     workload: self.context.workload(),
                     repeats: VERIFY_REPEATS,
+                    engine: self.context.spec.target.task_engine(),
                 };
                 return offer(plan, self.context.results, stage, || {
                     Ok(vec![task("verify", TaskSpec::Verify(verify))])

@@ -443,6 +443,7 @@ impl<'a> Fit<'a> {
             architecture: self.architecture().with_candidate(&chosen.candidate)?,
             workload: self.context.workload(),
             repeats: CHECK_REPEATS,
+            engine: self.context.spec.target.task_engine(),
         };
         Ok(PlannedStage {
             stage: Stage::Check {

@@ -10,6 +10,7 @@ use espalier_search::solver::Options;
 use espalier_search::{AbsoluteLimit, Bound, Figures, Metric, points};
 
 use super::context::{Context, block_parameters};
+use super::servable::refuse_unservable;
 use super::{Plan, PlanError, PlannedStage, PlannedTask, Results, Stage, finish, fit, import};
 use crate::spec::{JobSpec, Strategy};
 
@@ -26,6 +27,7 @@ pub(super) fn plan(spec: &JobSpec, results: &Results) -> Result<Plan, PlanError>
         return Ok(plan);
     };
     if !results.planned(Stage::Calibrate) {
+        refuse_unservable(&context, &ingested.architecture)?;
         refuse_uncountable(&context, &ingested.architecture)?;
     }
     match context.imported()? {
@@ -123,6 +125,7 @@ fn profile(context: &Context<'_>, ingested: &Ingested) -> Result<Vec<PlannedTask
         points: points(&workload)?,
         rounds: PROFILE_ROUNDS,
         workload,
+        engine: context.spec.target.task_engine(),
     };
     Ok(vec![task("profile", TaskSpec::Profile(profile))])
 }

@@ -3,5 +3,6 @@
 
 mod checks;
 mod imported;
+mod servable;
 mod whole;
 mod world;

@@ -20,6 +20,8 @@ pub struct Class {
     pub rank_multiple: u32,
     /// Whether nothing else may run on their hosts.
     pub exclusive: bool,
+    /// What has to measure on them beside the built-in engine.
+    pub engine: Option<Name>,
 }
 
 impl Class {
@@ -32,6 +34,7 @@ impl Class {
             ranks: task.needs.ranks.max(1),
             rank_multiple: task.needs.rank_multiple.max(1),
             exclusive: task.exclusive,
+            engine: task.needs.engine.clone(),
         }
     }
 

@@ -17,6 +17,9 @@ pub struct Needs {
     pub ranks: u32,
     /// The number of ranks is a multiple of this; at least 1.
     pub rank_multiple: u32,
+    /// The engine it is measured in; none means one that every worker has.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub engine: Option<Name>,
 }
 
 impl Default for Needs {
@@ -26,6 +29,7 @@ impl Default for Needs {
             memory_bytes: 0,
             ranks: 1,
             rank_multiple: 1,
+            engine: None,
         }
     }
 }

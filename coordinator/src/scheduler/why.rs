@@ -124,7 +124,7 @@ impl State {
         is_kept
             && free.any(|(worker, place)| {
                 let device = self.worker(*worker).and_then(|worker| worker.devices.get(*place));
-                let fits = device.is_some_and(|device| device.info.memory_bytes >= class.memory_bytes);
+                let fits = device.is_some_and(|device| device.info.can_run(class));
                 fits && !absent.contains(worker)
             })
     }
@@ -140,9 +140,13 @@ fn wanted_together(class: &Class, ranks: u32) -> String {
         0 | 1 => format!("a {} device", class.device_kind),
         ranks => format!("{ranks} {} devices", class.device_kind),
     };
-    match class.memory_bytes {
+    let devices = match class.memory_bytes {
         0 => devices,
         bytes => format!("{devices} of at least {}", memory(bytes)),
+    };
+    match &class.engine {
+        None => devices,
+        Some(engine) => format!("{devices} and {engine} to measure in"),
     }
 }
 
@@ -156,9 +160,7 @@ fn memory(bytes: u64) -> String {
 }
 
 fn devices(worker: &Worker, class: &Class) -> usize {
-    let fits = |device: &&super::Device| {
-        device.info.kind == class.device_kind && device.info.has_memory(class.memory_bytes)
-    };
+    let fits = |device: &&super::Device| device.info.is_of(class);
     worker.devices.iter().filter(fits).count()
 }
 

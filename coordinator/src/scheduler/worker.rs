@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::index::Class;
 use super::{AttemptId, Epoch, JobId, Name, TaskId, WorkerId};
 
 /// A process that owns devices.
@@ -88,12 +89,31 @@ pub struct DeviceInfo {
     pub memory_bytes: u64,
     /// Threads an attempt may use.
     pub threads: u32,
+    /// What measures on it beside the built-in engine.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub engines: Vec<EngineInfo>,
+}
+
+/// An engine as a worker announces it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineInfo {
+    /// `vllm`.
+    pub name: Name,
+    /// For display.
+    pub version: Name,
 }
 
 impl DeviceInfo {
-    /// Whether it may have so much memory.
-    pub fn has_memory(&self, bytes: u64) -> bool {
-        self.memory_bytes == 0 || self.memory_bytes >= bytes
+    /// Whether it is what tasks of the class ask for.
+    pub fn is_of(&self, class: &Class) -> bool {
+        self.kind == class.device_kind && self.can_run(class)
+    }
+
+    /// Whether one of the class's kind has the memory and the engine that it asks for.
+    pub fn can_run(&self, class: &Class) -> bool {
+        let has_memory = self.memory_bytes == 0 || self.memory_bytes >= class.memory_bytes;
+        let wanted = class.engine.as_ref();
+        has_memory && wanted.is_none_or(|wanted| self.engines.iter().any(|engine| engine.name == *wanted))
     }
 }
 

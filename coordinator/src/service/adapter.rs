@@ -145,6 +145,9 @@ fn needs(spec: &TaskSpec, weights: Weights) -> Needs {
         memory_bytes,
         ranks,
         rank_multiple,
+        engine: Some(spec.engine())
+            .filter(|engine| !engine.is_builtin())
+            .map(|engine| engine.name().into()),
         ..Needs::default()
     }
 }
@@ -218,7 +221,7 @@ mod tests {
     use std::path::Path;
 
     use espalier_arch::{Activation, Attention, Block, BlockShape, Family, Mlp};
-    use espalier_proto::task::{ArtifactId, Calibrate, Check, ParentRef, Shard};
+    use espalier_proto::task::{ArtifactId, Calibrate, Check, Engine, ParentRef, Shard};
     use espalier_search::Workload;
 
     use super::*;
@@ -280,6 +283,7 @@ mod tests {
                 concurrency: 1,
             },
             repeats: 1,
+            engine: Engine::Builtin,
         });
         assert_eq!(
             needs(&check, weights(0)).memory_bytes,

@@ -16,7 +16,9 @@ use tonic::{Request, Response, Status, Streaming};
 use super::inbox::Inbox;
 use super::jobs::line;
 use super::owner::{self, Greeting, Report, WorkerHandle};
-use crate::scheduler::{AttemptId, DeviceInfo, Epoch, Introduction, Lease, Payload, Term, WorkerId};
+use crate::scheduler::{
+    AttemptId, DeviceInfo, EngineInfo, Epoch, Introduction, Lease, Payload, Term, WorkerId,
+};
 
 const HELLO_DEADLINE: Duration = Duration::from_secs(10);
 /// Messages that may wait for a worker.
@@ -31,6 +33,8 @@ const MESSAGE_BYTES: usize = 4 << 10;
 /// What is kept of a note on progress.
 const NOTE_BYTES: usize = 512;
 const NAME_BYTES: usize = 64;
+/// Engines of a device that are kept.
+const ENGINES: usize = 8;
 const HOST_BYTES: usize = 255;
 /// Attempts that a worker may say it holds: more than it has devices, as it keeps results until they are taken.
 const LEASES: usize = 4096;
@@ -299,6 +303,7 @@ fn introduction(hello: v1::Hello) -> Result<Introduction, Status> {
         name: line(device.name, "").into(),
         memory_bytes: device.memory_bytes,
         threads: device.threads,
+        engines: device.engines.into_iter().take(ENGINES).map(engine).collect(),
     });
     Ok(Introduction {
         name,
@@ -306,6 +311,13 @@ fn introduction(hello: v1::Hello) -> Result<Introduction, Status> {
         host,
         devices: devices.collect(),
     })
+}
+
+fn engine(announced: v1::Engine) -> EngineInfo {
+    EngineInfo {
+        name: line(announced.name, "").into(),
+        version: line(announced.version, "").into(),
+    }
 }
 
 #[cfg(test)]

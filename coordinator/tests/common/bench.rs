@@ -239,6 +239,7 @@ impl Bench {
             name: "cpu".into(),
             memory_bytes: 1,
             threads: 1,
+            engines: Vec::new(),
         };
         let greeting = Box::new(Greeting {
             introduction: Introduction {

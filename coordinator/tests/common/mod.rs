@@ -272,6 +272,7 @@ pub fn hello(name: &str, epoch: u64, attempts: Vec<v1::Lease>) -> v1::Hello {
             name: "test".to_owned(),
             memory_bytes: 1,
             threads: 1,
+            engines: Vec::new(),
         }],
         attempts,
         ..v1::Hello::default()

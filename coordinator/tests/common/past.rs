@@ -55,6 +55,7 @@ impl Past {
             name: "test".into(),
             memory_bytes: 1 << 30,
             threads: 1,
+            engines: Vec::new(),
         };
         let epoch = Epoch(past.state.term().0);
         past.tell(Command::Introduce(Introduction {

@@ -96,11 +96,7 @@ pub fn to_config(architecture: &Architecture, parent: &Value, precision: Precisi
     for stale in OWN_KEYS.iter().chain(LAYER_KEYS).chain(&["torch_dtype"]) {
         fields.remove(*stale);
     }
-    let entries = architecture
-        .blocks
-        .iter()
-        .map(|block| entry(&block.shape))
-        .collect::<Result<Vec<Entry>>>()?;
+    let entries = entries(architecture)?;
     add_bounds(&entries, &mut fields);
     let module = |file: &str, class: &str| format!("{file}_{MODEL_TYPE}.{class}");
     let own = [
@@ -127,6 +123,19 @@ pub fn to_config(architecture: &Architecture, parent: &Value, precision: Precisi
     let config = Value::Object(fields);
     expect_same(architecture, &from_config(&config)?)?;
     Ok(config)
+}
+
+/// The list `blocks` of a flat config.
+///
+/// # Errors
+/// When a block is of a kind that the form does not have.
+pub fn blocks(architecture: &Architecture) -> Result<Value> {
+    Ok(json!(entries(architecture)?))
+}
+
+fn entries(architecture: &Architecture) -> Result<Vec<Entry>> {
+    let blocks = architecture.blocks.iter();
+    blocks.map(|block| entry(&block.shape)).collect()
 }
 
 /// What readers that know no blocks are told: the largest of each size.

@@ -97,6 +97,7 @@ impl World {
             name: "pretended".to_owned(),
             memory_bytes: 80 << 30,
             threads: 0,
+            engines: Vec::new(),
         };
         let options = CoreOptions {
             name: known.name.clone(),

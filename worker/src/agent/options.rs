@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use espalier_model::Device;
+use espalier_proto::task::VLLM;
 use espalier_proto::v1;
 
 use crate::discovery::Gpu;
@@ -44,6 +45,8 @@ pub struct DeviceOptions {
     pub threads: usize,
     /// Bytes of a GPU that tensors may take; none: what is free when a child opens it, less a reserve.
     pub memory_limit: Option<u64>,
+    /// The version of vLLM that it can be measured in; none without.
+    pub vllm: Option<String>,
 }
 
 /// How children are started and watched.
@@ -142,6 +145,7 @@ impl DeviceOptions {
             memory_bytes: memory_bytes(),
             threads,
             memory_limit: None,
+            vllm: None,
         }
     }
 
@@ -154,6 +158,7 @@ impl DeviceOptions {
             memory_bytes: memory_limit.map_or(gpu.memory_bytes, |limit| limit.min(gpu.memory_bytes)),
             threads,
             memory_limit,
+            vllm: None,
         }
     }
 
@@ -190,7 +195,15 @@ impl DeviceOptions {
             name: self.name.clone(),
             memory_bytes: self.memory_bytes,
             threads: u32::try_from(self.threads).unwrap_or(u32::MAX),
+            engines: self.vllm.iter().map(|version| vllm(version)).collect(),
         }
+    }
+}
+
+fn vllm(version: &str) -> v1::Engine {
+    v1::Engine {
+        name: VLLM.to_owned(),
+        version: version.to_owned(),
     }
 }
 

@@ -15,10 +15,10 @@ use espalier_model::Model;
 use espalier_model::block::saved_bytes;
 use espalier_model::decode::Session;
 use espalier_model::ops::Operations;
-use espalier_search::{CostKey, Measurement, Mode, Workload};
+use espalier_search::{CostKey, Mode, Workload};
 
+use super::Sample;
 use super::quiet::Quiet;
-use super::statistics::{drift, summary};
 use crate::agent::options::processor_name;
 use crate::{Error, Result};
 
@@ -57,13 +57,6 @@ pub fn check_workload(workload: &Workload) -> Result<()> {
     }
 }
 
-/// The times of one run of a workload, milliseconds.
-#[derive(Debug, Clone, Copy, PartialEq)]
-struct Sample {
-    first_token: f64,
-    latency: f64,
-}
-
 /// A model under a workload, ready to be run again and again.
 #[derive(Debug)]
 pub struct Bench {
@@ -72,7 +65,6 @@ pub struct Bench {
     prompt: Vec<u32>,
     workload: Workload,
     memory_bytes: u64,
-    samples: Vec<Sample>,
 }
 
 impl Bench {
@@ -109,7 +101,6 @@ impl Bench {
             prompt,
             workload: *workload,
             memory_bytes,
-            samples: Vec::new(),
         })
     }
 
@@ -121,14 +112,17 @@ impl Bench {
         self.once().map(|_| ())
     }
 
-    /// Runs the workload once, undisturbed, and keeps its times.
+    /// Runs the workload once, undisturbed.
     ///
     /// # Errors
     /// When the model fails, or is disturbed again and again.
-    pub fn run(&mut self, quiet: &Quiet) -> Result<()> {
-        let sample = quiet.measure(|| self.once())?;
-        self.samples.push(sample);
-        Ok(())
+    pub fn run(&mut self, quiet: &Quiet) -> Result<Sample> {
+        quiet.measure(|| self.once())
+    }
+
+    /// Counted, not sampled: see [`self`](crate::engine::builtin).
+    pub fn memory_bytes(&self) -> u64 {
+        self.memory_bytes
     }
 
     fn once(&mut self) -> Result<Sample> {
@@ -142,54 +136,17 @@ impl Bench {
             logits = self.session.decode(&next)?;
             next = self.session.likeliest(&logits)?;
         }
+        let latency = milliseconds(start);
         Ok(Sample {
             first_token,
-            latency: milliseconds(start),
+            latency,
+            whole: latency,
         })
-    }
-
-    /// Forgets the runs so far.
-    pub fn reset(&mut self) {
-        self.samples.clear();
-    }
-
-    /// How far the latency drifted over the runs.
-    pub fn drift(&self) -> f64 {
-        drift(
-            &self
-                .samples
-                .iter()
-                .map(|sample| sample.latency)
-                .collect::<Vec<_>>(),
-        )
-    }
-
-    /// What the runs so far say.
-    pub fn measurement(&self) -> Measurement {
-        let each = |figure: &dyn Fn(&Sample) -> f64| summary(self.samples.iter().map(figure).collect());
-        let steps = lossless(self.workload.output_tokens.saturating_sub(1).max(1));
-        let tokens = lossless(
-            self.workload
-                .output_tokens
-                .saturating_mul(self.workload.concurrency),
-        );
-        Measurement {
-            latency_ms: each(&|sample| sample.latency),
-            first_token_ms: each(&|sample| sample.first_token),
-            per_token_ms: each(&|sample| (sample.latency - sample.first_token) / steps),
-            throughput_tokens_per_second: each(&|sample| tokens / (sample.latency / 1000.0)),
-            memory_bytes: self.memory_bytes,
-        }
     }
 }
 
 pub(super) fn milliseconds(start: Instant) -> f64 {
     start.elapsed().as_secs_f64() * 1000.0
-}
-
-#[allow(clippy::cast_precision_loss)] // tokens, far below 2^53
-fn lossless(value: usize) -> f64 {
-    value as f64
 }
 
 /// Tokens spread over the vocabulary, the same each time.

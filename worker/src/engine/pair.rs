@@ -1,14 +1,9 @@
 //! Two models measured in alternation, so that a machine that speeds up or slows down does both to both.
 
-use std::sync::Arc;
-
-use espalier_model::Model;
-use espalier_model::ops::Operations;
 use espalier_proto::task::MeasuredPair;
 use espalier_search::Workload;
 
-use super::builtin::Bench;
-use super::quiet::Quiet;
+use super::{Engine, Opened, Series, Subject, Surroundings};
 use crate::Result;
 
 /// The parent's own latency may drift this far within a series before it is taken again.
@@ -21,55 +16,63 @@ const SERIES: usize = 3;
 /// for whoever asked to judge: a limit on memory needs no quiet machine.
 ///
 /// # Errors
-/// What either model refuses. `progress` is called after each alternation with the number done and their total.
+/// What either model refuses, and when the attempt should stop.
 pub fn measure_pair(
-    operations: &Arc<dyn Operations>,
-    parent: &Arc<Model>,
-    candidate: &Arc<Model>,
+    engine: &mut dyn Engine,
+    [parent, candidate]: [Subject<'_>; 2],
     workload: &Workload,
     repeats: usize,
-    progress: &mut dyn FnMut(usize, usize) -> Result<()>,
+    surroundings: &dyn Surroundings,
 ) -> Result<MeasuredPair> {
     let repeats = repeats.max(4);
-    let quiet = Quiet::watch()?;
-    let mut parent_bench = Bench::new(operations, parent, workload)?;
-    let mut candidate_bench = Bench::new(operations, candidate, workload)?;
-    parent_bench.warm_up()?;
-    candidate_bench.warm_up()?;
+    let both = [
+        engine.open(&parent, workload)?,
+        engine.open(&candidate, workload)?,
+    ];
     let mut series = 0;
     let mut quietest: Option<MeasuredPair> = None;
     loop {
         series += 1;
-        for round in 0..repeats {
-            // The order turns round each time, so that neither always follows the other.
-            if round % 2 == 0 {
-                parent_bench.run(&quiet)?;
-                candidate_bench.run(&quiet)?;
-            } else {
-                candidate_bench.run(&quiet)?;
-                parent_bench.run(&quiet)?;
-            }
-            progress(round + 1, repeats)?;
-        }
-        let parent_drift = parent_bench.drift();
+        let pair = alternate(engine, both, workload, repeats, surroundings)?;
         let pair = match quietest.take() {
-            Some(quieter) if quieter.parent_drift <= parent_drift => quieter,
-            _ => MeasuredPair {
-                parent: parent_bench.measurement(),
-                candidate: candidate_bench.measurement(),
-                parent_drift,
-            },
+            Some(quieter) if quieter.parent_drift <= pair.parent_drift => quieter,
+            _ => pair,
         };
         if pair.parent_drift <= DRIFT_LIMIT || series == SERIES {
             return Ok(pair);
         }
-        quietest = Some(pair);
         tracing::warn!(
             series,
-            parent_drift,
+            parent_drift = pair.parent_drift,
             "the parent's own latency drifted; the series is taken again"
         );
-        parent_bench.reset();
-        candidate_bench.reset();
+        quietest = Some(pair);
     }
+}
+
+/// One series.
+fn alternate(
+    engine: &mut dyn Engine,
+    [parent, candidate]: [Opened; 2],
+    workload: &Workload,
+    repeats: usize,
+    surroundings: &dyn Surroundings,
+) -> Result<MeasuredPair> {
+    let (mut of_parent, mut of_candidate) = (Series::new(workload), Series::new(workload));
+    for round in 0..repeats {
+        // The order turns round each time, so that neither always follows the other.
+        if round % 2 == 0 {
+            of_parent.push(engine.run(parent)?);
+            of_candidate.push(engine.run(candidate)?);
+        } else {
+            of_candidate.push(engine.run(candidate)?);
+            of_parent.push(engine.run(parent)?);
+        }
+        surroundings.progress(round + 1, repeats, "alternations", &String::new)?;
+    }
+    Ok(MeasuredPair {
+        parent: of_parent.measurement(engine.memory_bytes(parent)),
+        candidate: of_candidate.measurement(engine.memory_bytes(candidate)),
+        parent_drift: of_parent.drift(),
+    })
 }

@@ -16,6 +16,7 @@ use espalier_model::ops::Operations;
 use espalier_search::{CostRow, Point, Subject};
 
 use super::builtin::{dummy, milliseconds, prompt};
+use super::lossless;
 use super::quiet::Quiet;
 use super::statistics::{median, spread};
 use crate::{Error, Result};
@@ -190,8 +191,7 @@ impl Subjects {
                 model: stack,
                 vocab_size: 1,
             });
-            #[allow(clippy::cast_precision_loss)] // at most MOST
-            differences.push(more as f64);
+            differences.push(lossless(more));
         }
         let empty = Architecture {
             blocks: Vec::new(),
@@ -287,7 +287,7 @@ fn session(
 }
 
 /// The largest cache the system tells of; 32 MiB where it tells none.
-fn last_level_cache_bytes() -> usize {
+pub(super) fn last_level_cache_bytes() -> usize {
     let size = |index: usize| {
         let path = format!("/sys/devices/system/cpu/cpu0/cache/index{index}/size");
         let text = std::fs::read_to_string(path).ok()?;

@@ -7,6 +7,7 @@ use espalier_model::ops::{self, Operations};
 
 use super::pulse::{Beating, Pulse};
 use crate::Result;
+use crate::engine::vllm::VllmOptions;
 
 /// An open device, and the pulse of what runs on it. Clones are the same.
 #[derive(Debug, Clone)]
@@ -15,6 +16,7 @@ pub struct Backend {
     pub(super) pulse: Pulse,
     /// Bytes that a parent may take on the host.
     pub(super) host_limit: Option<u64>,
+    pub(super) vllm: VllmOptions,
 }
 
 impl Backend {
@@ -30,7 +32,14 @@ impl Backend {
             operations: Arc::new(operations),
             pulse,
             host_limit: memory_limit.filter(|_| device == Device::Cpu),
+            vllm: VllmOptions::default(),
         })
+    }
+
+    /// The same beside vLLM.
+    #[must_use]
+    pub fn with_vllm(self, vllm: VllmOptions) -> Self {
+        Self { vllm, ..self }
     }
 
     /// The device's operations.

@@ -16,6 +16,7 @@ use espalier_proto::task::{ArtifactId, ParentRef, Shard};
 use super::Context;
 use super::plan::Training;
 use crate::data::shard::{self, Sequences};
+use crate::engine::vllm::Vllm;
 use crate::{Error, Result};
 
 /// A parent in memory, sorted if its reference says so.
@@ -58,6 +59,8 @@ pub struct Caches {
     stage: Option<(ParentRef, Arc<ResidentStage>)>,
     batches: Option<(ParentRef, ArtifactId, bool, Arc<Vec<Batch>>)>,
     finals: FinalStates,
+    /// Its process outlives a change of parent: it takes long to start.
+    vllm: Option<Vllm>,
 }
 
 /// The parent's final hidden states of single sequences, for recoveries that share data.
@@ -71,7 +74,25 @@ struct FinalStates {
 impl Caches {
     /// Forgets everything, for executors that need the memory or measure.
     pub fn clear(&mut self) {
-        *self = Self::default();
+        *self = Self {
+            vllm: self.vllm.take(),
+            ..Self::default()
+        };
+    }
+
+    /// vLLM with the process that the last task left, if it did; the next finds it only when it is given back.
+    pub(super) fn take_vllm(&mut self, context: &Context<'_>) -> Vllm {
+        self.vllm.take().unwrap_or_else(|| context.vllm())
+    }
+
+    /// Keeps vLLM's process for the next task.
+    pub(super) fn keep_vllm(&mut self, vllm: Vllm) {
+        self.vllm = Some(vllm);
+    }
+
+    /// Ends vLLM's process, if one runs.
+    pub(super) fn end_vllm(&mut self) {
+        self.vllm = None;
     }
 
     /// Forgets activations but not the parent.

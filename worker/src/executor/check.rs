@@ -2,22 +2,15 @@
 
 use espalier_proto::task::{Check, MeasuredPair};
 
-use super::{Caches, Context};
+use super::{Caches, Context, measure};
 use crate::Result;
-use crate::engine::builtin::dummy;
+use crate::engine::Subject;
 use crate::engine::pair::measure_pair;
 
 pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Check) -> Result<MeasuredPair> {
     caches.clear();
-    let operations = &context.operations;
-    let parent = dummy(operations, &task.parent, 1)?;
-    let candidate = dummy(operations, &task.architecture, 2)?;
-    measure_pair(
-        operations,
-        &parent,
-        &candidate,
-        &task.workload,
-        task.repeats,
-        &mut |done, total| context.progress(done, total, "alternations", String::new),
-    )
+    let both = [&task.parent, &task.architecture].map(Subject::Shape);
+    measure::on(task.engine, context, caches, |engine| {
+        measure_pair(engine, both, &task.workload, task.repeats, context)
+    })
 }

@@ -2,6 +2,7 @@
 //! whether it should stop.
 
 use std::cell::Cell;
+use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,6 +15,7 @@ use espalier_proto::task::{ArtifactId, Progress};
 use super::backend::Backend;
 use super::plan::Plan;
 use super::pulse::Pulse;
+use crate::engine::vllm::{Vllm, VllmOptions};
 use crate::{Error, Result};
 
 /// Progress is passed on at most this often; the last of a stage always is.
@@ -49,6 +51,16 @@ pub struct Context<'a> {
     last_progress: Cell<Option<Instant>>,
     pulse: Pulse,
     host_limit: Option<u64>,
+    vllm: VllmOptions,
+}
+
+impl fmt::Debug for Context<'_> {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("Context")
+            .field("attempt", &self.attempt)
+            .finish_non_exhaustive()
+    }
 }
 
 impl<'a> Context<'a> {
@@ -58,6 +70,7 @@ impl<'a> Context<'a> {
             operations,
             pulse,
             host_limit,
+            vllm,
         } = backend.clone();
         Self {
             operations,
@@ -70,7 +83,13 @@ impl<'a> Context<'a> {
             last_progress: Cell::new(None),
             pulse,
             host_limit,
+            vllm,
         }
+    }
+
+    /// vLLM as this child was told of it, not started.
+    pub(super) fn vllm(&self) -> Vllm {
+        Vllm::new(self.vllm.clone())
     }
 
     /// How much is done at a time on the device, and kept there, as it is now.
@@ -125,7 +144,17 @@ impl<'a> Context<'a> {
     /// # Errors
     /// [`Error::Cancelled`] when it should.
     pub fn check_cancelled(&self) -> Result<()> {
+        self.beat();
+        self.look_for_stop()
+    }
+
+    /// Something was done.
+    pub(super) fn beat(&self) {
         self.pulse.beat();
+    }
+
+    /// The same chance to stop for what only waits, which is no sign of life.
+    pub(super) fn look_for_stop(&self) -> Result<()> {
         match (self.stop)() {
             Some(Stop::AfterCheckpoint) if self.leaves_checkpoints.get() => Ok(()),
             Some(Stop::Now | Stop::AfterCheckpoint) => Err(Error::Cancelled),

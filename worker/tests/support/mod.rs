@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use espalier_arch::{Architecture, BlockShape, Candidate};
-use espalier_proto::task::{Failure, ParentRef, Profile, Progress, Recipe, Recover, TaskSpec};
+use espalier_proto::task::{Engine, Failure, ParentRef, Profile, Progress, Recipe, Recover, TaskSpec};
 use espalier_proto::v1::{Assign, Gang, Lease};
 use espalier_search::{Point, Workload};
 use espalier_worker::agent::core::{DeviceEvent, Ended, Run};
@@ -67,6 +67,7 @@ pub fn long_profile() -> TaskSpec {
             concurrency: 1,
         },
         rounds: 64,
+        engine: Engine::Builtin,
     })
 }
 

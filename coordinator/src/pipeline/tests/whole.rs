@@ -126,6 +126,7 @@ fn the_parents_own_prediction_is_the_sum_of_its_blocks() {
         points: espalier_search::points(&WORKLOAD).unwrap(),
         rounds: 7,
         workload: WORKLOAD,
+        engine: espalier_proto::task::Engine::Builtin,
     };
     let table = CostTable {
         key: key(),

@@ -145,7 +145,7 @@ impl<'a> Room<'a> {
         let Some(shelf) = self.shelves.get(class.device_kind.as_str()) else {
             return;
         };
-        let able = shelf.all().filter(|slot| self.has_memory(*slot, class));
+        let able = shelf.all().filter(|slot| self.can_run(*slot, class));
         let hosts: BTreeSet<&str> = able.map(|slot| self.host_of(slot)).collect();
         self.quieting = hosts.into_iter().min_by_key(|host| self.use_of(host).running);
     }
@@ -162,7 +162,7 @@ impl<'a> Room<'a> {
         let Some(shelf) = self.shelves.get(class.device_kind.as_str()) else {
             return;
         };
-        let able: Vec<Slot> = shelf.all().filter(|slot| self.has_memory(*slot, class)).collect();
+        let able: Vec<Slot> = shelf.all().filter(|slot| self.can_run(*slot, class)).collect();
         for slot in able {
             self.drop_slot(slot);
         }
@@ -177,9 +177,9 @@ impl<'a> Room<'a> {
     fn devices(&self, class: &Class, counts: impl Fn(&Worker) -> bool) -> u32 {
         let workers = self.state.workers();
         let able = workers.filter(|worker| worker.is_usable() && counts(worker));
-        let fitting = able.flat_map(|worker| &worker.devices).filter(|device| {
-            device.info.kind == class.device_kind && device.info.has_memory(class.memory_bytes)
-        });
+        let fitting = able
+            .flat_map(|worker| &worker.devices)
+            .filter(|device| device.info.is_of(class));
         u32::try_from(fitting.count()).unwrap_or(u32::MAX)
     }
 
@@ -215,11 +215,11 @@ impl<'a> Room<'a> {
         } else {
             used.exclusive == 0 && self.quieting != Some(host)
         };
-        open && self.has_memory(slot, class)
+        open && self.can_run(slot, class)
     }
 
-    fn has_memory(&self, slot: Slot, class: &Class) -> bool {
-        device_at(self.state, slot).is_some_and(|device| device.info.has_memory(class.memory_bytes))
+    fn can_run(&self, slot: Slot, class: &Class) -> bool {
+        device_at(self.state, slot).is_some_and(|device| device.info.can_run(class))
     }
 
     fn host_of(&self, slot: Slot) -> &'a str {

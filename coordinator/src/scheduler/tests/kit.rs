@@ -254,6 +254,7 @@ pub fn introduction(name: &str, epoch: u64, host: &str, devices: usize) -> Intro
         name: "test".into(),
         memory_bytes: 1 << 30,
         threads: 1,
+        engines: Vec::new(),
     };
     Introduction {
         name: name.to_owned(),

@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use espalier_proto::task::FailureKind;
 
 use super::kit::{World, gpus, introduction, measurement, stage};
-use crate::scheduler::{Command, Failures, JobId, Rejection, hand_back_pause, retry_pause};
+use crate::scheduler::{Command, EngineInfo, Failures, JobId, Rejection, hand_back_pause, retry_pause};
 
 #[test]
 fn the_higher_priority_goes_first_then_the_older_job() {
@@ -189,4 +189,27 @@ fn a_measurement_of_several_ranks_has_its_hosts_for_itself() {
     assert!(of_gang.iter().all(|rank| rank.0 != other.0), "on the quiet host");
     let beside = work.len() - of_gang.len();
     assert_eq!(beside, 1, "the rest goes to the other host's free device");
+}
+
+#[test]
+fn a_measurement_in_an_engine_goes_only_where_it_is_and_a_job_says_that_it_waits_for_that() {
+    let mut world = World::new();
+    world.join("without", 1, 4);
+    let job = world.submit("/out");
+    let mut planned = stage("profile", 1);
+    planned.tasks[0].needs.engine = Some("vllm".into());
+    world.plan(job, vec![planned]);
+    assert!(world.dispatch().is_empty());
+    assert_eq!(
+        world.why(job),
+        "waits for a worker with a cpu device and vllm to measure in: there is none"
+    );
+    let mut with = introduction("with", 1, "with", 1);
+    with.devices[0].engines = vec![EngineInfo {
+        name: "vllm".into(),
+        version: "0.32.0".into(),
+    }];
+    world.run(Command::Introduce(with)).unwrap();
+    let work = world.dispatch();
+    assert_eq!(world.state.worker(work[0].0).unwrap().name, "with");
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use espalier_proto::v1;
 
-use crate::scheduler::{Device, Standing, State, Worker};
+use crate::scheduler::{Device, EngineInfo, Standing, State, Worker};
 
 /// A worker; `silent` since it was last heard.
 pub fn worker(
@@ -40,6 +40,13 @@ pub fn worker(
     }
 }
 
+fn engine(announced: &EngineInfo) -> v1::Engine {
+    v1::Engine {
+        name: announced.name.to_string(),
+        version: announced.version.to_string(),
+    }
+}
+
 fn device(state: &State, device: &Device) -> v1::WorkerDevice {
     let attempt = device.attempt.and_then(|attempt| state.attempt(attempt));
     let task = attempt.and_then(|attempt| state.task(attempt.task));
@@ -51,6 +58,7 @@ fn device(state: &State, device: &Device) -> v1::WorkerDevice {
             name: device.info.name.to_string(),
             memory_bytes: device.info.memory_bytes,
             threads: device.info.threads,
+            engines: device.info.engines.iter().map(engine).collect(),
         }),
         attempt: attempt.map_or(0, |attempt| attempt.lease.attempt.0),
         task: task.map_or(0, |task| task.id.0),

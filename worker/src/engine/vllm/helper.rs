@@ -1,0 +1,337 @@
+//! The helper as one asks it: each request answered or refused in time, else its process is killed.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::environment::Environment;
+use super::process::{Heard, Process};
+use super::protocol::{
+    Answer, Hello, Memory, Numbered, Open, Opened, Progress, Refusal, Request, Served, Steps, VERSION,
+};
+use super::{Deadlines, Error};
+use crate::engine::Surroundings;
+
+/// How often it is looked whether the attempt should stop while an answer is waited for.
+const LOOK: Duration = Duration::from_millis(50);
+/// Processor time that tells work from a process that only says that it lives.
+const WORKED_SECONDS: f64 = 0.05;
+/// The module that the helper is.
+const MODULE: &str = "espalier_vllm.helper";
+
+/// A helper that has said hello.
+#[derive(Debug)]
+pub(super) struct Helper {
+    process: Process,
+    python: PathBuf,
+    /// What it found itself in.
+    pub hello: Hello,
+    deadlines: Deadlines,
+    last_id: u64,
+    last_steps: Duration,
+}
+
+/// What is heard while an answer is waited for.
+struct Watch<'a> {
+    surroundings: &'a dyn Surroundings,
+    /// Without getting any further.
+    patience: Duration,
+    moved: Instant,
+    last: Option<Progress>,
+    worked_at: f64,
+}
+
+impl Watch<'_> {
+    /// Takes a sign of life; what repeats the last one says nothing, unless the process has worked.
+    fn take(&mut self, progress: Progress) {
+        let is_further = self
+            .last
+            .as_ref()
+            .is_none_or(|last| last.stage != progress.stage || last.done != progress.done);
+        if is_further {
+            self.moved = Instant::now();
+        }
+        if is_further || progress.cpu_seconds - self.worked_at >= WORKED_SECONDS {
+            self.worked_at = progress.cpu_seconds;
+            self.surroundings.beat();
+        }
+        self.last = Some(progress);
+    }
+}
+
+impl Helper {
+    /// Starts a helper and lets it import vLLM.
+    ///
+    /// # Errors
+    /// When the environment lacks something, or its vLLM is not trusted.
+    pub fn start(
+        environment: &Environment,
+        deadlines: Deadlines,
+        variables: &[(String, String)],
+        surroundings: &dyn Surroundings,
+    ) -> crate::Result<Self> {
+        let python = || environment.python.clone();
+        let process = Process::start(&environment.python, &["-m", MODULE], variables)?;
+        let nothing = Hello {
+            protocol: VERSION,
+            vllm: String::new(),
+            plugin: String::new(),
+            platform: String::new(),
+            device: String::new(),
+            threads: 0,
+            head_sizes: None,
+            graphs: false,
+            block_tokens: super::protocol::BlockTokens { multiple: 1 },
+            memory_bytes: 0,
+        };
+        let mut helper = Self {
+            process,
+            python: environment.python.clone(),
+            hello: nothing,
+            deadlines,
+            last_id: 0,
+            last_steps: Duration::ZERO,
+        };
+        let request = Request::Hello {
+            protocol: VERSION,
+            trusted_versions: environment.trusted.clone(),
+        };
+        let hello = helper.ask(&request, deadlines.hello, surroundings);
+        let hello: Hello = hello.map_err(|error| match error {
+            crate::Error::Vllm(Error::Ended { last, .. }) if helper.says_no_plugin() => {
+                tracing::debug!(last, "the helper could not begin");
+                Error::NoPlugin { python: python() }.into()
+            }
+            // `exec` of a shell that does not find or may not run it.
+            crate::Error::Vllm(Error::Ended { how, last, .. })
+                if how.ends_with(" 127") || how.ends_with(" 126") =>
+            {
+                let reason = format!("cannot be started: {last}");
+                Error::NoPython {
+                    python: python(),
+                    reason,
+                }
+                .into()
+            }
+            other => other,
+        })?;
+        if hello.protocol != VERSION {
+            return Err(helper.broken(format!(
+                "it speaks version {}, expected {VERSION}: install the plugin of this version of Espalier",
+                hello.protocol
+            )));
+        }
+        tracing::info!(
+            vllm = hello.vllm,
+            plugin = hello.plugin,
+            device = hello.device,
+            "vLLM is there"
+        );
+        helper.hello = hello;
+        Ok(helper)
+    }
+
+    fn says_no_plugin(&self) -> bool {
+        let last = self.process.last_lines();
+        last.iter()
+            .any(|line| line.contains("No module named") && line.contains("espalier_vllm"))
+    }
+
+    /// Opens an engine.
+    ///
+    /// # Errors
+    /// When vLLM refuses the model, or there is no room for it.
+    pub fn open(&mut self, open: Open, surroundings: &dyn Surroundings) -> crate::Result<Opened> {
+        self.ask(&Request::Open(open), self.deadlines.open, surroundings)
+    }
+
+    /// Times single steps of an engine: so many, after as many to warm up as that.
+    ///
+    /// # Errors
+    /// When the engine cannot do them.
+    pub fn steps(
+        &mut self,
+        engine: &str,
+        point: espalier_search::Point,
+        repeats: usize,
+        surroundings: &dyn Surroundings,
+    ) -> crate::Result<Steps> {
+        let request = Request::Steps {
+            engine: engine.to_owned(),
+            point,
+            repeats,
+            warm_ups: usize::from(repeats > 1),
+        };
+        let patience = self.deadlines.work(self.last_steps);
+        let began = Instant::now();
+        let steps: Steps = self.ask(&request, patience, surroundings)?;
+        self.last_steps = began.elapsed();
+        let all = steps.wall_ms.iter().chain(steps.device_ms.iter().flatten());
+        if steps.wall_ms.len() != repeats || all.copied().any(|time| !is_time(time)) {
+            return Err(self.broken(format!("it gave {:?} for {repeats} steps", steps.wall_ms)));
+        }
+        Ok(steps)
+    }
+
+    /// Serves a workload once, all its requests together.
+    ///
+    /// # Errors
+    /// When the engine cannot serve it.
+    pub fn serve(
+        &mut self,
+        engine: &str,
+        workload: &espalier_search::Workload,
+        surroundings: &dyn Surroundings,
+    ) -> crate::Result<Served> {
+        let request = Request::Serve {
+            engine: engine.to_owned(),
+            workload: *workload,
+            requests: workload.concurrency,
+        };
+        let patience = self.deadlines.work(self.last_steps);
+        let served: Served = self.ask(&request, patience, surroundings)?;
+        let lists = [&served.first_token_ms, &served.end_to_end_ms];
+        if lists
+            .iter()
+            .any(|list| list.len() != workload.concurrency || list.iter().any(|time| !is_time(*time)))
+        {
+            let reason = format!("it gave {lists:?} for {} requests", workload.concurrency);
+            return Err(self.broken(reason));
+        }
+        Ok(served)
+    }
+
+    /// What its process holds.
+    ///
+    /// # Errors
+    /// When it does not answer.
+    pub fn memory(&mut self, surroundings: &dyn Surroundings) -> crate::Result<Memory> {
+        self.ask(
+            &Request::Memory {},
+            self.deadlines.work(Duration::ZERO),
+            surroundings,
+        )
+    }
+
+    /// Closes an engine.
+    ///
+    /// # Errors
+    /// When it cannot be closed: then the process is of no more use.
+    pub fn close(&mut self, engine: &str, surroundings: &dyn Surroundings) -> crate::Result<()> {
+        let engine = engine.to_owned();
+        let patience = self.deadlines.work(Duration::ZERO);
+        let closed: crate::Result<Value> = self.ask(&Request::Close { engine }, patience, surroundings);
+        closed.map(|_| ())
+    }
+
+    /// Asks, and waits for the answer as long as the helper gets further within `patience`.
+    fn ask<T: DeserializeOwned>(
+        &mut self,
+        request: &Request,
+        patience: Duration,
+        surroundings: &dyn Surroundings,
+    ) -> crate::Result<T> {
+        self.last_id += 1;
+        let id = self.last_id;
+        let numbered = Numbered { id, request };
+        let mut line = serde_json::to_vec(&numbered).map_err(|error| Error::Protocol {
+            reason: format!("a request cannot be written: {error}"),
+        })?;
+        line.push(b'\n');
+        self.process.send(line);
+        let mut watch = Watch {
+            surroundings,
+            patience,
+            moved: Instant::now(),
+            last: None,
+            worked_at: 0.0,
+        };
+        loop {
+            let answer = match self.process.hear(LOOK) {
+                Heard::Answer(answer) => answer,
+                Heard::Nothing => {
+                    self.look(&watch, request)?;
+                    continue;
+                }
+                Heard::Garbage(begins) => {
+                    return Err(self.broken(format!("{begins:?} came where an answer was expected")));
+                }
+                Heard::Closed => {
+                    let how = self.process.end();
+                    let (verb, last) = (request.verb(), self.process.last_line());
+                    return Err(Error::Ended { how, verb, last }.into());
+                }
+            };
+            if let Some(done) = self.heard(id, answer, &mut watch)? {
+                return serde_json::from_value(done).map_err(|error| {
+                    self.broken(format!("its answer to {} is none: {error}", request.verb()))
+                });
+            }
+            self.look(&watch, request)?;
+        }
+    }
+
+    /// Whether the attempt should stop, or the helper has got no further for too long.
+    fn look(&mut self, watch: &Watch<'_>, request: &Request) -> crate::Result<()> {
+        if let Err(stop) = watch.surroundings.check_stopped() {
+            self.process.kill();
+            return Err(stop);
+        }
+        if watch.moved.elapsed() < watch.patience {
+            return Ok(());
+        }
+        self.process.kill();
+        let (verb, last) = (request.verb(), self.process.last_line());
+        let waited = watch.patience;
+        Err(Error::Silent { verb, waited, last }.into())
+    }
+
+    /// What the answer is, once it is the last.
+    fn heard(&mut self, id: u64, answer: Answer, watch: &mut Watch<'_>) -> crate::Result<Option<Value>> {
+        // A line that it did not understand at all bears no number.
+        let is_of_none = answer.id.is_none() && answer.error.is_some();
+        if answer.id != Some(id) && !is_of_none {
+            return Err(self.broken(format!("it answered request {:?}, expected {id}", answer.id)));
+        }
+        match (answer.progress, answer.done, answer.error) {
+            (Some(progress), None, None) => {
+                watch.take(progress);
+                Ok(None)
+            }
+            (None, Some(done), None) => Ok(Some(done)),
+            (None, None, Some(refusal)) => Err(self.refused(refusal).into()),
+            _ => Err(self.broken("an answer is neither progress, done nor error".to_owned())),
+        }
+    }
+
+    fn refused(&mut self, refusal: Refusal) -> Error {
+        let Refusal { kind, says, fatal } = refusal;
+        if fatal {
+            self.process.kill();
+        }
+        let reason = says;
+        match kind.as_str() {
+            "unsupported" | "invalid" => Error::Refused { reason },
+            "out_of_memory" => Error::OutOfMemory { reason },
+            "busy" => Error::Busy { reason },
+            "no_vllm" | "version" => Error::NoVllm {
+                python: self.python.clone(),
+                reason,
+            },
+            "protocol" | "unknown_engine" => Error::Protocol { reason },
+            _ => Error::Engine { reason },
+        }
+    }
+
+    /// It cannot be trusted any more.
+    fn broken(&mut self, reason: String) -> crate::Error {
+        self.process.kill();
+        Error::Protocol { reason }.into()
+    }
+}
+
+fn is_time(milliseconds: f64) -> bool {
+    milliseconds.is_finite() && milliseconds >= 0.0
+}

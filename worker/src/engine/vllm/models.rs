@@ -1,0 +1,136 @@
+//! What vLLM is asked to open: configs of the flat form, which the plugin's model class serves, and how much of keys
+//! and values a load needs.
+
+use espalier_arch::{Architecture, BlockShape, Precision};
+use espalier_model::export::flat;
+use serde_json::{Value, json};
+
+use super::Error;
+
+/// Tokens that one step computes at the least.
+const LEAST_TOKENS: usize = 256;
+/// Tokens that one step may compute: a workload's prompts are computed in one, as the cost model has it.
+pub(super) const MOST_TOKENS: usize = 1 << 15;
+
+/// The config of a model of this shape whose sequences have up to `max_context` tokens. RoPE is plain: how its
+/// wavelengths are stretched changes the values of a table, not the time of looking them up.
+///
+/// # Errors
+/// When a block is of a kind that the form does not have.
+pub(super) fn config(
+    architecture: &Architecture,
+    precision: Precision,
+    max_context: usize,
+) -> crate::Result<Value> {
+    let theta = architecture.blocks.iter().find_map(|block| match &block.shape {
+        BlockShape::Attention(attention) => attention.rope.as_ref().map(|rope| rope.theta),
+        _ => None,
+    });
+    Ok(json!({
+        "model_type": flat::MODEL_TYPE,
+        "architectures": ["EspalierForCausalLM"],
+        "family": architecture.family,
+        "dtype": if precision == Precision::F32 { "float32" } else { "bfloat16" },
+        "vocab_size": architecture.vocab_size,
+        "hidden_size": architecture.hidden,
+        "hidden_act": "silu",
+        "max_position_embeddings": architecture.max_positions.max(max_context),
+        "rms_norm_eps": architecture.norm_epsilon,
+        "rope_theta": theta.unwrap_or(10_000.0),
+        "tie_word_embeddings": architecture.tied_embedding,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "blocks": flat::blocks(architecture)?,
+    }))
+}
+
+/// As the protocol has it.
+///
+/// # Errors
+/// When vLLM is not asked for it here.
+pub(super) fn precision_name(precision: Precision) -> Result<String, Error> {
+    match precision {
+        Precision::F32 => Ok("f32".to_owned()),
+        Precision::Bf16 => Ok("bf16".to_owned()),
+        other => Err(Error::Refused {
+            reason: format!("its precision is {other:?}, expected f32 or bf16"),
+        }),
+    }
+}
+
+/// How large an engine has to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Load {
+    /// Of one sequence.
+    pub context: usize,
+    /// At a time.
+    pub sequences: usize,
+    /// Of one prompt.
+    pub prompt: usize,
+}
+
+impl Load {
+    /// Tokens of one step at the most.
+    ///
+    /// # Errors
+    /// When the prompts have more than one step may compute.
+    pub fn max_tokens(self) -> Result<usize, Error> {
+        let tokens = self.prompt.saturating_mul(self.sequences);
+        if tokens > MOST_TOKENS {
+            return Err(Error::Refused {
+                reason: format!(
+                    "{} prompts of {} tokens are {tokens} tokens, expected at most {MOST_TOKENS} in one step",
+                    self.sequences, self.prompt
+                ),
+            });
+        }
+        // Prompts that come one after another leave room for what runs already.
+        Ok(tokens.max(LEAST_TOKENS).max(self.sequences.saturating_add(1)))
+    }
+
+    /// Blocks of keys and values that its sequences fill, and the one that vLLM never gives away.
+    pub fn blocks(self, block_tokens: usize) -> u64 {
+        let each = self.context.div_ceil(block_tokens.max(1));
+        (each.saturating_mul(self.sequences) as u64).saturating_add(1)
+    }
+
+    /// Bytes of them.
+    pub fn kv_bytes(self, architecture: &Architecture, precision: Precision, block_tokens: usize) -> u64 {
+        let widths = architecture.blocks.iter().map(|block| match &block.shape {
+            BlockShape::Attention(attention) => attention.kv_width() as u64,
+            _ => 0,
+        });
+        let of_token = widths.sum::<u64>().saturating_mul(2 * precision.bytes());
+        self.blocks(block_tokens)
+            .saturating_mul(block_tokens as u64)
+            .saturating_mul(of_token)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn keys_and_values_are_counted_by_whole_blocks_and_the_null_block() {
+        let load = Load {
+            context: 65,
+            sequences: 3,
+            prompt: 33,
+        };
+        assert_eq!(load.blocks(32), 3 * 3 + 1);
+        assert_eq!(load.max_tokens(), Ok(LEAST_TOKENS));
+        let large = Load {
+            prompt: MOST_TOKENS,
+            ..load
+        };
+        assert!(
+            large
+                .max_tokens()
+                .unwrap_err()
+                .to_string()
+                .contains("3 prompts of 32768 tokens")
+        );
+    }
+}

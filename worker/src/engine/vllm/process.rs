@@ -1,0 +1,255 @@
+//! The helper as a process: started in a group of its own, spoken to in lines, killed with its group.
+//!
+//! Three threads pass what is written and read, so that a helper that reads nothing, says nothing or floods its output
+//! holds nobody up: each queue and each line is bounded.
+
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::Error;
+use super::environment::expect_program;
+use super::protocol::{Answer, LINE_BYTES};
+
+/// What it writes of its own goes to the task's log; answers come on descriptor 3, a pipe that the shell moves there.
+const START: &str = r#"exec "$0" "$@" 3>&1 1>&2"#;
+/// Answers that wait to be read.
+const ANSWERS: usize = 64;
+/// A line of the log is cut after this many bytes.
+const LOG_LINE_BYTES: u64 = 4096;
+/// Last lines kept to tell why it ended.
+const LAST_LINES: usize = 20;
+/// How long it may take to be gone once it is killed or has closed its answers.
+const END_PATIENCE: Duration = Duration::from_secs(5);
+const LOOK: Duration = Duration::from_millis(10);
+
+/// What came of waiting for an answer.
+#[derive(Debug)]
+pub(super) enum Heard {
+    Answer(Answer),
+    /// What is no answer, as it begins.
+    Garbage(String),
+    /// No more will come.
+    Closed,
+    /// Nothing, in the time given.
+    Nothing,
+}
+
+/// A running helper; killed with its group when dropped.
+#[derive(Debug)]
+pub(super) struct Process {
+    child: Child,
+    group: Option<i32>,
+    requests: Option<SyncSender<Vec<u8>>>,
+    answers: Receiver<Heard>,
+    last: Arc<Mutex<VecDeque<String>>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Process {
+    /// Starts `python` with `arguments` and further variables in its environment.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start(python: &Path, arguments: &[&str], variables: &[(String, String)]) -> Result<Self, Error> {
+        let failed = |reason: String| Error::NoPython {
+            python: python.to_owned(),
+            reason,
+        };
+        expect_program(python).map_err(failed)?;
+        let mut command = Command::new("/bin/sh");
+        command
+            .args(["-c", START])
+            .arg(python)
+            .args(arguments)
+            .envs(variables.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .process_group(0);
+        // SAFETY: prctl is safe between fork and exec. The thread that starts it is the one that attempts run on, which
+        // lives as long as this process: when that is killed, the kernel kills the helper.
+        unsafe {
+            command.pre_exec(|| {
+                libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+                Ok(())
+            });
+        }
+        let mut child = command
+            .spawn()
+            .map_err(|error| failed(format!("cannot be started: {error}")))?;
+        let group = i32::try_from(child.id()).ok();
+        let (input, output, errors) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+        let (Some(input), Some(output), Some(errors)) = (input, output, errors) else {
+            return Err(failed("its pipes are missing".to_owned()));
+        };
+        let (requests, to_write) = sync_channel(1);
+        let (heard, answers) = sync_channel(ANSWERS);
+        let last = Arc::new(Mutex::new(VecDeque::new()));
+        let kept = Arc::clone(&last);
+        let mut process = Self {
+            child,
+            group,
+            requests: Some(requests),
+            answers,
+            last,
+            threads: Vec::new(),
+        };
+        process.spawn("vllm-requests", move || write_requests(input, &to_write))?;
+        process.spawn("vllm-answers", move || read_answers(output, &heard))?;
+        process.spawn("vllm-log", move || read_log(errors, &kept))?;
+        Ok(process)
+    }
+
+    fn spawn(&mut self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), Error> {
+        let thread = std::thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(work)
+            .map_err(|error| Error::Engine {
+                reason: format!("cannot start a thread to speak with its process: {error}"),
+            })?;
+        self.threads.push(thread);
+        Ok(())
+    }
+
+    /// Has a line written. Whether it is read shows in the answers.
+    pub fn send(&self, line: Vec<u8>) {
+        if let Some(requests) = &self.requests {
+            // A helper that ended is told by its answers.
+            let _ = requests.send(line);
+        }
+    }
+
+    /// What it says next, within `patience`.
+    pub fn hear(&self, patience: Duration) -> Heard {
+        match self.answers.recv_timeout(patience) {
+            Ok(heard) => heard,
+            Err(RecvTimeoutError::Timeout) => Heard::Nothing,
+            Err(RecvTimeoutError::Disconnected) => Heard::Closed,
+        }
+    }
+
+    /// The last line of what it wrote of its own.
+    pub fn last_line(&self) -> String {
+        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        last.back().cloned().unwrap_or_default()
+    }
+
+    /// All the last lines.
+    pub fn last_lines(&self) -> Vec<String> {
+        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        last.iter().cloned().collect()
+    }
+
+    /// Waits a moment for its end and says how it ended; kills what is left.
+    pub fn end(&mut self) -> String {
+        let status = self.wait();
+        self.kill();
+        match status {
+            Some(status) => described(status),
+            None => "its answers, not itself,".to_owned(),
+        }
+    }
+
+    /// Kills its group and waits for it.
+    pub fn kill(&mut self) {
+        if let Some(group) = self.group.take() {
+            // SAFETY: a plain system call; the group is the one that was made for the child, which nobody has waited for
+            // without taking the number away.
+            unsafe { libc::kill(-group, libc::SIGKILL) };
+        }
+        self.wait();
+        self.requests = None;
+        let deadline = Instant::now() + END_PATIENCE;
+        for thread in self.threads.drain(..) {
+            // What somebody outside of the group holds open is not waited for.
+            while !thread.is_finished() && Instant::now() < deadline {
+                std::thread::sleep(LOOK);
+            }
+            if thread.is_finished() {
+                let _ = thread.join();
+            }
+        }
+    }
+
+    fn wait(&mut self) -> Option<ExitStatus> {
+        let deadline = Instant::now() + END_PATIENCE;
+        loop {
+            match self.child.try_wait() {
+                Ok(Some(status)) => return Some(status),
+                Ok(None) if Instant::now() < deadline => std::thread::sleep(LOOK),
+                _ => return None,
+            }
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+fn described(status: ExitStatus) -> String {
+    match (status.signal(), status.code()) {
+        (Some(signal), _) => format!("of signal {signal}"),
+        (None, Some(code)) => format!("with code {code}"),
+        (None, None) => "in an unknown way".to_owned(),
+    }
+}
+
+fn write_requests(mut input: ChildStdin, lines: &Receiver<Vec<u8>>) {
+    while let Ok(line) = lines.recv() {
+        if input.write_all(&line).and_then(|()| input.flush()).is_err() {
+            return;
+        }
+    }
+}
+
+fn read_answers(output: ChildStdout, heard: &SyncSender<Heard>) {
+    let mut reader = BufReader::new(output);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        let read = (&mut reader).take(LINE_BYTES).read_until(b'\n', &mut line);
+        if !matches!(read, Ok(length) if length > 0) {
+            let _ = heard.send(Heard::Closed);
+            return;
+        }
+        let said = match serde_json::from_slice(&line) {
+            Ok(answer) => Heard::Answer(answer),
+            Err(_) => Heard::Garbage(String::from_utf8_lossy(&line).chars().take(80).collect()),
+        };
+        if heard.send(said).is_err() {
+            return;
+        }
+    }
+}
+
+fn read_log(errors: ChildStderr, kept: &Mutex<VecDeque<String>>) {
+    let mut reader = BufReader::new(errors);
+    let mut bytes = Vec::new();
+    loop {
+        bytes.clear();
+        let read = (&mut reader).take(LOG_LINE_BYTES).read_until(b'\n', &mut bytes);
+        if !matches!(read, Ok(length) if length > 0) {
+            return;
+        }
+        let line = String::from_utf8_lossy(&bytes).trim_end().to_owned();
+        if line.is_empty() {
+            continue;
+        }
+        tracing::info!(target: "vllm", "{line}");
+        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() == LAST_LINES {
+            kept.pop_front();
+        }
+        kept.push_back(line);
+    }
+}

@@ -1,0 +1,230 @@
+//! Profile in vLLM: every stack at every point, in turns, until the scatter is known.
+//!
+//! As many engines are open at once as fit the memory; where they do not, they are timed group by group, each round
+//! over all engines of a group in turn.
+
+use espalier_proto::task::{Profile, Profiled};
+use espalier_search::{CostRow, Point};
+
+use super::models::{Load, config};
+use super::protocol::Model;
+use super::stacks::{Dictionary, Stack, standard_error};
+use super::{Error, InVllm};
+use crate::Result;
+use crate::engine::stacks::last_level_cache_bytes;
+use crate::engine::statistics::median;
+use crate::engine::{Engine, Series, Subject};
+
+/// Rounds at the least, and how many times as many at the most while times scatter.
+const LEAST_ROUNDS: usize = 3;
+const LONGER: usize = 3;
+/// The standard error of a time, as a share of it, with which it is known.
+const KNOWN: f64 = 0.02;
+/// Steps timed together.
+const PREFILL_STEPS: usize = 3;
+const DECODE_STEPS: usize = 8;
+/// Steps that a GPU's own time and warming up take beside.
+const DEVICE_STEPS: usize = 12;
+/// What an engine takes beside its weights, keys and values: activations, and what vLLM keeps for each.
+const ENGINE_BYTES: u64 = 64 << 20;
+
+/// Times of every stack at every point, by round: `[point][stack][round]`, milliseconds.
+type Times = Vec<Vec<Vec<f64>>>;
+
+pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
+    let rounds = task.rounds.max(LEAST_ROUNDS);
+    let dictionary = Dictionary::of(task, engine.precision, last_level_cache_bytes())?;
+    let load = load_of(task);
+    engine.surroundings.progress(0, rounds, "rounds", &|| {
+        format!(
+            "{} models tell what {} shapes cost",
+            dictionary.stacks.len(),
+            task.shapes.len()
+        )
+    })?;
+    let parent = engine.open(&Subject::Shape(&task.architecture), &task.workload)?;
+    let mut series = Series::new(&task.workload);
+    let mut times: Times = vec![vec![Vec::new(); dictionary.stacks.len()]; task.points.len()];
+    let mut together = dictionary.stacks.len();
+    let mut first = 0;
+    while first < dictionary.stacks.len() {
+        let fitting = fitting(engine, dictionary.stacks.get(first..).unwrap_or_default(), load);
+        let group = first..first + fitting.min(together).max(1).min(dictionary.stacks.len() - first);
+        match open_group(engine, &dictionary, group.clone(), load) {
+            Ok(()) => {}
+            Err(crate::Error::Vllm(Error::OutOfMemory { reason })) if group.len() > 1 => {
+                tracing::warn!(
+                    engines = group.len(),
+                    reason,
+                    "there is no room for so many engines at once"
+                );
+                together = group.len() / 2;
+                continue;
+            }
+            Err(error) => return Err(error),
+        }
+        let mut round = 0;
+        while round < rounds || (round < rounds * LONGER && !is_known(&times, group.clone())) {
+            series.push(engine.run(parent)?);
+            time_round(engine, task, group.clone(), round, &mut times)?;
+            round += 1;
+            let last = group.end;
+            engine
+                .surroundings
+                .progress(round, round.max(rounds), "rounds", &|| {
+                    format!(
+                        "models {} to {last} of {}",
+                        group.start + 1,
+                        dictionary.stacks.len()
+                    )
+                })?;
+        }
+        close_group(engine, group.clone())?;
+        first = group.end;
+    }
+    let rows: Vec<Vec<CostRow>> = task
+        .points
+        .iter()
+        .zip(&times)
+        .map(|(point, times)| dictionary.rows(*point, times))
+        .collect::<std::result::Result<_, Error>>()?;
+    Ok(Profiled {
+        key: engine.cost_key(task.architecture.hidden),
+        rows: rows.concat(),
+        parent: series.measurement(engine.memory_bytes(parent)),
+        memory: None,
+    })
+}
+
+/// What every stack has to hold: all points, and the steps that decode on from them.
+fn load_of(task: &Profile) -> Load {
+    let mut load = Load {
+        context: 1,
+        sequences: 1,
+        prompt: 1,
+    };
+    for point in &task.points {
+        match *point {
+            Point::Prefill { tokens, sequences } => {
+                load.context = load.context.max(tokens + 1);
+                load.prompt = load.prompt.max(tokens);
+                load.sequences = load.sequences.max(sequences);
+            }
+            Point::Decode { context, sequences } => {
+                load.context = load.context.max(context + DECODE_STEPS + DEVICE_STEPS);
+                load.sequences = load.sequences.max(sequences);
+            }
+        }
+    }
+    load
+}
+
+/// How many of the first of these models fit half of the memory together.
+fn fitting(engine: &InVllm<'_>, stacks: &[Stack], load: Load) -> usize {
+    let block_tokens = engine.helper.hello.block_tokens.multiple;
+    let room = engine.helper.hello.memory_bytes / 2;
+    let mut taken = 0_u64;
+    let fits = stacks.iter().take_while(|stack| {
+        let architecture = &stack.architecture;
+        taken = taken
+            .saturating_add(architecture.weight_bytes(engine.precision))
+            .saturating_add(load.kv_bytes(architecture, engine.precision, block_tokens))
+            .saturating_add(ENGINE_BYTES);
+        taken <= room
+    });
+    fits.count()
+}
+
+fn name(stack: usize) -> String {
+    format!("stack-{stack}")
+}
+
+/// Opens all of them or, on an error, none.
+fn open_group(
+    engine: &mut InVllm<'_>,
+    dictionary: &Dictionary,
+    group: std::ops::Range<usize>,
+    load: Load,
+) -> Result<()> {
+    for index in group.clone() {
+        let Some(stack) = dictionary.stacks.get(index) else {
+            continue;
+        };
+        let total = dictionary.stacks.len();
+        engine
+            .surroundings
+            .progress(index, total, "models", &|| "opening".to_owned())?;
+        let model = Model::Config(config(&stack.architecture, engine.precision, load.context)?);
+        let opened = engine.open_model(&name(index), model, &stack.architecture, load);
+        if let Err(error) = opened {
+            close_group(engine, group.start..index)?;
+            return Err(error);
+        }
+    }
+    Ok(())
+}
+
+fn close_group(engine: &mut InVllm<'_>, group: std::ops::Range<usize>) -> Result<()> {
+    for index in group {
+        engine.helper.close(&name(index), engine.surroundings)?;
+    }
+    Ok(())
+}
+
+/// Every engine of the group at every point; every other round in the opposite order.
+fn time_round(
+    engine: &mut InVllm<'_>,
+    task: &Profile,
+    group: std::ops::Range<usize>,
+    round: usize,
+    times: &mut Times,
+) -> Result<()> {
+    for (point, times) in task.points.iter().zip(times) {
+        let forth: Vec<usize> = group.clone().collect();
+        let order: Vec<usize> = if round.is_multiple_of(2) {
+            forth
+        } else {
+            forth.into_iter().rev().collect()
+        };
+        for stack in order {
+            let time = time_steps(engine, &name(stack), *point)?;
+            if let Some(times) = times.get_mut(stack) {
+                times.push(time);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A step's time at a point, milliseconds: the middle of several, on a machine that is not busy.
+fn time_steps(engine: &mut InVllm<'_>, name: &str, point: Point) -> Result<f64> {
+    let repeats = match point {
+        Point::Prefill { .. } => PREFILL_STEPS,
+        // The context grows to the point's in the middle of the repeats, from one token at the least.
+        Point::Decode { context, .. } if context <= 3 => 1,
+        Point::Decode { context, .. } => DECODE_STEPS.min(2 * (context - 3)),
+    };
+    let point = match point {
+        Point::Decode { context, sequences } => Point::Decode {
+            context: context.max(2),
+            sequences,
+        },
+        prefill => prefill,
+    };
+    loop {
+        let steps = engine.helper.steps(name, point, repeats, engine.surroundings)?;
+        if !engine.retakes(steps.busy) {
+            return Ok(median(&steps.wall_ms));
+        }
+    }
+}
+
+/// Whether every time of the group's models is known well enough.
+fn is_known(times: &Times, group: std::ops::Range<usize>) -> bool {
+    let of_group = times
+        .iter()
+        .flat_map(|stacks| stacks.get(group.clone()).unwrap_or_default());
+    of_group
+        .into_iter()
+        .all(|times| standard_error(times) <= KNOWN * median(times))
+}

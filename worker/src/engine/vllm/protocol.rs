@@ -1,0 +1,212 @@
+//! What a worker and vLLM's process say to each other: `docs/dev/vllm-protocol.md`, version 1.
+//!
+//! Numbers that only people read are left out; keys that are not known are passed over.
+
+use std::collections::BTreeMap;
+
+use espalier_search::Workload;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// The version spoken.
+pub(super) const VERSION: u32 = 1;
+/// Of one line.
+pub(super) const LINE_BYTES: u64 = 16 << 20;
+
+/// A line of the helper's.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub(super) struct Answer {
+    pub id: Option<u64>,
+    #[serde(default)]
+    pub progress: Option<Progress>,
+    #[serde(default)]
+    pub done: Option<Value>,
+    #[serde(default)]
+    pub error: Option<Refusal>,
+}
+
+/// How far a request has come.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub(super) struct Progress {
+    pub stage: String,
+    pub done: u64,
+    /// Processor time since the helper began.
+    pub cpu_seconds: f64,
+}
+
+/// Why a request came to nothing.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub(super) struct Refusal {
+    pub kind: String,
+    pub says: String,
+    /// Whether the process ends.
+    #[serde(default)]
+    pub fatal: bool,
+}
+
+/// What is asked.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Request {
+    Hello {
+        protocol: u32,
+        trusted_versions: Vec<String>,
+    },
+    Open(Open),
+    Steps {
+        engine: String,
+        point: espalier_search::Point,
+        repeats: usize,
+        warm_ups: usize,
+    },
+    Serve {
+        engine: String,
+        workload: Workload,
+        requests: usize,
+    },
+    Memory {},
+    Close {
+        engine: String,
+    },
+}
+
+impl Request {
+    /// For messages.
+    pub fn verb(&self) -> &'static str {
+        match self {
+            Self::Hello { .. } => "start",
+            Self::Open(_) => "open an engine",
+            Self::Steps { .. } => "time steps",
+            Self::Serve { .. } => "serve a workload",
+            Self::Memory {} => "tell its memory",
+            Self::Close { .. } => "close an engine",
+        }
+    }
+}
+
+/// Which model to open, and how.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(super) struct Open {
+    /// A name for what follows.
+    pub engine: String,
+    #[serde(flatten)]
+    pub model: Model,
+    /// `bf16` or `f32`.
+    pub precision: String,
+    /// Tokens of one step at the most.
+    pub max_tokens: usize,
+    /// Sequences at a time at the most.
+    pub max_sequences: usize,
+    /// Tokens of one sequence at the most.
+    pub max_context: usize,
+    /// Space of keys and values.
+    pub kv_bytes: u64,
+    /// Tokens of a block of them.
+    pub block_tokens: usize,
+    /// Whether vLLM compiles the model and, on a GPU, captures graphs.
+    pub compiled: bool,
+}
+
+/// A model to serve.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Model {
+    /// With random weights.
+    Config(Value),
+    /// With its own.
+    Directory(String),
+}
+
+/// What the helper found itself in.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub(super) struct Hello {
+    pub protocol: u32,
+    pub vllm: String,
+    #[serde(default)]
+    pub plugin: String,
+    /// `cpu` or `cuda`.
+    pub platform: String,
+    pub device: String,
+    #[serde(default)]
+    pub threads: usize,
+    /// None where the engine names none.
+    #[serde(default)]
+    pub head_sizes: Option<Vec<usize>>,
+    #[serde(default)]
+    pub graphs: bool,
+    pub block_tokens: BlockTokens,
+    /// Of the device, in all.
+    pub memory_bytes: u64,
+}
+
+/// Tokens of a block of keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+pub(super) struct BlockTokens {
+    /// What they are a multiple of: the smallest block, of which a sequence wastes the least.
+    pub multiple: usize,
+}
+
+/// An engine as it was opened.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub(super) struct Opened {
+    /// Parameters and buffers.
+    pub weight_bytes: u64,
+    /// The null block among them.
+    pub kv_blocks: u64,
+    /// Of all layers.
+    pub kv_bytes: u64,
+    /// Bytes of a token by place in the list of blocks.
+    #[serde(default)]
+    pub kv_bytes_per_token: BTreeMap<String, u64>,
+    /// Threads it computes with.
+    #[serde(default)]
+    pub threads: usize,
+    pub seconds: f64,
+}
+
+/// Single steps, timed.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub(super) struct Steps {
+    pub wall_ms: Vec<f64>,
+    /// Share of all processors that others used.
+    #[serde(default)]
+    pub busy: Option<f64>,
+    /// A GPU's own time.
+    #[serde(default)]
+    pub device_ms: Option<Vec<f64>>,
+}
+
+/// A workload, served.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub(super) struct Served {
+    pub first_token_ms: Vec<f64>,
+    pub end_to_end_ms: Vec<f64>,
+    #[serde(default)]
+    pub busy: Option<f64>,
+    pub preemptions: u64,
+}
+
+/// What the process holds on the host, and on the device.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub(super) struct Memory {
+    pub pss_bytes: u64,
+    /// Since the last time it was asked.
+    pub peak_pss_bytes: u64,
+    #[serde(default)]
+    pub device: Option<DeviceMemory>,
+}
+
+/// What the process's allocator holds of a device.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub(super) struct DeviceMemory {
+    pub reserved_bytes: u64,
+    pub peak_reserved_bytes: u64,
+}
+
+/// A request as it is written: its number and what is asked.
+#[derive(Debug, Serialize)]
+pub(super) struct Numbered<'a> {
+    pub id: u64,
+    #[serde(flatten)]
+    pub request: &'a Request,
+}

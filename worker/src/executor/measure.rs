@@ -1,0 +1,141 @@
+//! The engines that stages which measure run on: which one a task asks for, and the built-in one over what this child
+//! keeps.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use espalier_model::Model;
+use espalier_model::checkpoint::Parent;
+use espalier_proto::task::{Engine as Wanted, Profile, Profiled};
+use espalier_search::Workload;
+
+use super::{Caches, Context};
+use crate::engine::builtin::{Bench, cost_key, dummy};
+use crate::engine::quiet::Quiet;
+use crate::engine::stacks::Stacks;
+use crate::engine::{Engine, Opened, Sample, Series, Subject, Surroundings};
+use crate::{Error, Result};
+
+/// Rounds of a profile at the least: fewer give no spread worth the name.
+const LEAST_ROUNDS: usize = 3;
+
+/// Lets `work` measure on the engine that a task asks for.
+pub(super) fn on<T>(
+    wanted: Wanted,
+    context: &Context<'_>,
+    caches: &mut Caches,
+    work: impl FnOnce(&mut dyn Engine) -> Result<T>,
+) -> Result<T> {
+    match wanted {
+        Wanted::Builtin => work(&mut Builtin::new(context, caches)?),
+        Wanted::Vllm { precision } => {
+            let mut vllm = caches.take_vllm(context);
+            let mut engine = vllm.engine(precision, context)?;
+            let found = work(&mut engine)?;
+            engine.close()?;
+            caches.keep_vllm(vllm);
+            Ok(found)
+        }
+    }
+}
+
+/// Our own engine.
+struct Builtin<'a, 'store> {
+    context: &'a Context<'store>,
+    caches: &'a mut Caches,
+    quiet: Quiet,
+    benches: Vec<Bench>,
+}
+
+impl<'a, 'store> Builtin<'a, 'store> {
+    fn new(context: &'a Context<'store>, caches: &'a mut Caches) -> Result<Self> {
+        Ok(Self {
+            context,
+            caches,
+            quiet: Quiet::watch()?,
+            benches: Vec::new(),
+        })
+    }
+
+    fn load(&mut self, subject: &Subject<'_>) -> Result<Arc<Model>> {
+        let operations = &self.context.operations;
+        match subject {
+            Subject::Shape(architecture) => dummy(operations, architecture, self.benches.len() as u64 + 1),
+            Subject::Parent(reference) => {
+                let resident = self.caches.parent(self.context, reference)?;
+                self.caches.clear_batches();
+                Ok(Arc::clone(&resident.model))
+            }
+            Subject::Directory(directory) => Ok(Arc::new(exported(directory)?.load(&**operations)?)),
+        }
+    }
+}
+
+fn exported(directory: &Path) -> Result<Parent> {
+    Ok(Parent::open(&directory.to_string_lossy())?)
+}
+
+impl Engine for Builtin<'_, '_> {
+    fn profile(&mut self, task: &Profile) -> Result<Profiled> {
+        let (context, operations) = (self.context, &self.context.operations);
+        let rounds = task.rounds.max(LEAST_ROUNDS);
+        context.progress(0, rounds + 1, "rounds", || {
+            "building stacks of every block shape".to_owned()
+        })?;
+        let mut stacks = Stacks::new(operations, &task.architecture, &task.shapes, &task.points)?;
+        let parent = self.open(&Subject::Shape(&task.architecture), &task.workload)?;
+        let mut series = Series::new(&task.workload);
+        // The first round warms pools and tables up and is thrown away.
+        stacks.round(&self.quiet)?;
+        stacks.forget();
+        for round in 0..rounds {
+            context.progress(round + 1, rounds + 1, "rounds", || {
+                format!("{} shapes at {} points", task.shapes.len(), task.points.len())
+            })?;
+            series.push(self.run(parent)?);
+            stacks.round(&self.quiet)?;
+        }
+        context.progress(rounds + 1, rounds + 1, "rounds", String::new)?;
+        Ok(Profiled {
+            key: cost_key(&**operations, task.architecture.hidden),
+            rows: stacks.rows(),
+            parent: series.measurement(self.memory_bytes(parent)),
+            memory: None,
+        })
+    }
+
+    fn open(&mut self, model: &Subject<'_>, workload: &Workload) -> Result<Opened> {
+        let model = self.load(model)?;
+        let mut bench = Bench::new(&self.context.operations, &model, workload)?;
+        bench.warm_up()?;
+        self.benches.push(bench);
+        Ok(Opened::place(self.benches.len() - 1))
+    }
+
+    fn run(&mut self, model: Opened) -> Result<Sample> {
+        match self.benches.get_mut(model.index()) {
+            Some(bench) => bench.run(&self.quiet),
+            None => Err(Error::Invalid {
+                reason: format!("model {} is not open", model.index()),
+            }),
+        }
+    }
+
+    fn memory_bytes(&self, model: Opened) -> u64 {
+        self.benches.get(model.index()).map_or(0, Bench::memory_bytes)
+    }
+}
+
+impl Surroundings for Context<'_> {
+    fn check_stopped(&self) -> Result<()> {
+        self.look_for_stop()
+    }
+
+    fn beat(&self) {
+        Context::beat(self);
+    }
+
+    fn progress(&self, done: usize, total: usize, unit: &str, note: &dyn Fn() -> String) -> Result<()> {
+        Context::progress(self, done, total, unit, note)
+    }
+}
