@@ -44,6 +44,21 @@ impl Architecture {
     }
 }
 
+impl BlockShape {
+    /// What each of `ranks` tensor-parallel ranks holds of the block.
+    ///
+    /// # Errors
+    /// When it cannot be shared out evenly.
+    pub fn rank_share(&self, ranks: usize) -> Result<Self> {
+        share_block(self, ranks).map_err(|(field, size)| Error::Uneven {
+            place: "a block".to_owned(),
+            field,
+            size,
+            ranks,
+        })
+    }
+}
+
 type Shared<T> = std::result::Result<T, (&'static str, usize)>;
 
 fn share_block(shape: &BlockShape, ranks: usize) -> Shared<BlockShape> {

@@ -27,6 +27,14 @@ pub struct CostKey {
     pub mode: Mode,
 }
 
+impl CostKey {
+    /// Whether the engine takes a new sequence in as soon as one has ended. The built-in one runs a workload's requests
+    /// together from start to end.
+    pub fn batches_continuously(&self) -> bool {
+        self.engine != "builtin"
+    }
+}
+
 /// How an engine runs its operations.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -38,20 +38,22 @@ pub enum Error {
         /// Under which load.
         point: Point,
     },
-    /// A context outside those measured.
+    /// A load or a size outside those measured.
     #[error(
-        "the cost table has {subject} at contexts {shortest} to {longest}, but {context} is asked for: profile \
-         it there, times are never extrapolated"
+        "the cost table has {subject} at {axis} {least} to {most}, but {asked} is asked for: profile it there; times \
+         are extrapolated only where that is asked for"
     )]
     Extrapolation {
         /// What was looked up.
         subject: String,
-        /// The context asked for, in tokens.
-        context: usize,
-        /// The shortest context measured.
-        shortest: usize,
-        /// The longest context measured.
-        longest: usize,
+        /// What it was measured at: `contexts`, `sequences`, `channels`.
+        axis: &'static str,
+        /// What is asked for.
+        asked: usize,
+        /// The least measured.
+        least: usize,
+        /// The most measured.
+        most: usize,
     },
     /// A row that is no time.
     #[error("the cost table has {value} ms for {subject} at {point}, expected a finite time of at least 0")]

@@ -2,6 +2,7 @@
 //!
 //! What a model *has* for each metric is a [`Figures`]; whether it is inside is [`AbsoluteLimit::admits`].
 
+mod confidence;
 mod text;
 
 use std::borrow::Cow;
@@ -13,7 +14,7 @@ use serde::de::{Error as _, MapAccess, Visitor};
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::{Error, Measurement, Result};
+use crate::{Error, Measurement, Prediction, Result};
 
 /// What is limited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
@@ -122,9 +123,36 @@ pub struct Limit {
     pub metric: Metric,
     /// How far.
     pub bound: Bound,
+    /// How sure a prediction has to be that it is kept, from one half to below 1; none leaves it to a margin.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub confidence: Option<f64>,
 }
 
 impl Limit {
+    /// Reads a bound, as [`Bound::parse`] does, or a bound and a confidence: `750ms at 90%`.
+    ///
+    /// # Errors
+    /// Names the metric, the text and what would be right.
+    pub fn parse(metric: Metric, value: &str) -> Result<Self> {
+        let (bound, confidence) = text::split_confidence(value);
+        Ok(Self {
+            metric,
+            bound: Bound::parse(metric, bound)?,
+            confidence: confidence
+                .map(|share| text::confidence(metric, value, share))
+                .transpose()?,
+        })
+    }
+
+    /// The text that [`Limit::parse`] reads back as the same limit.
+    pub fn to_text(&self) -> String {
+        let bound = self.bound.to_text(self.metric);
+        match self.confidence {
+            Some(confidence) => format!("{bound} at {}", text::share(confidence)),
+            None => bound,
+        }
+    }
+
     /// The limit in the metric's unit, against what the parent itself has.
     ///
     /// # Errors
@@ -142,6 +170,7 @@ impl Limit {
         Ok(AbsoluteLimit {
             metric: self.metric,
             value,
+            confidence: self.confidence,
         })
     }
 }
@@ -154,9 +183,43 @@ pub struct AbsoluteLimit {
     pub metric: Metric,
     /// Milliseconds, tokens a second, bytes or parameters: the most allowed, or for throughput the least.
     pub value: f64,
+    /// As [`Limit::confidence`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub confidence: Option<f64>,
 }
 
 impl AbsoluteLimit {
+    /// A limit that asks for no confidence.
+    pub fn new(metric: Metric, value: f64) -> Self {
+        Self {
+            metric,
+            value,
+            confidence: None,
+        }
+    }
+
+    /// Whether what is predicted is inside, with the confidence asked for. False where the metric is not predicted.
+    pub fn admits_prediction(&self, prediction: &Prediction) -> bool {
+        self.value_at_confidence(prediction)
+            .is_some_and(|value| self.admits(value))
+    }
+
+    /// What is predicted, worse by as many standard errors as the confidence asks for.
+    pub(crate) fn value_at_confidence(&self, prediction: &Prediction) -> Option<f64> {
+        let value = prediction.figures.get(self.metric)?;
+        let doubt = self.deviations() * prediction.errors.get(self.metric).unwrap_or(0.0);
+        Some(if self.metric.more_is_better() {
+            value - doubt
+        } else {
+            value + doubt
+        })
+    }
+
+    /// Standard errors that lie between a prediction and the limit, at the least.
+    pub(crate) fn deviations(&self) -> f64 {
+        self.confidence.map_or(0.0, confidence::deviations)
+    }
+
     /// Whether `value` is inside the limit.
     pub fn admits(&self, value: f64) -> bool {
         if self.metric.more_is_better() {
@@ -224,7 +287,7 @@ impl Figures {
 /// The limits of a job: at least one, each metric at most once. In a spec a map of metric to bound,
 /// `{latency: 75%, memory: 3GiB}`.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Limits(BTreeMap<Metric, Bound>);
+pub struct Limits(BTreeMap<Metric, Limit>);
 
 impl Limits {
     /// These limits; a later one of the same metric replaces an earlier one.
@@ -232,10 +295,7 @@ impl Limits {
     /// # Errors
     /// When there is none.
     pub fn new(limits: impl IntoIterator<Item = Limit>) -> Result<Self> {
-        let limits: BTreeMap<_, _> = limits
-            .into_iter()
-            .map(|limit| (limit.metric, limit.bound))
-            .collect();
+        let limits: BTreeMap<_, _> = limits.into_iter().map(|limit| (limit.metric, limit)).collect();
         if limits.is_empty() {
             return Err(Error::NoLimit);
         }
@@ -244,12 +304,12 @@ impl Limits {
 
     /// Every limit, in the order of [`Metric::ALL`].
     pub fn iter(&self) -> impl Iterator<Item = Limit> + '_ {
-        self.0.iter().map(|(&metric, &bound)| Limit { metric, bound })
+        self.0.values().copied()
     }
 
     /// The bound of one metric, if it is limited.
     pub fn get(&self, metric: Metric) -> Option<Bound> {
-        self.0.get(&metric).copied()
+        self.0.get(&metric).map(|limit| limit.bound)
     }
 
     /// Every limit in its metric's unit, against what the parent itself has.
@@ -264,8 +324,8 @@ impl Limits {
 impl Serialize for Limits {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(Some(self.0.len()))?;
-        for (&metric, &bound) in &self.0 {
-            map.serialize_entry(&metric, &bound.to_text(metric))?;
+        for (metric, limit) in &self.0 {
+            map.serialize_entry(metric, &limit.to_text())?;
         }
         map.end()
     }
@@ -294,8 +354,8 @@ impl<'de> Visitor<'de> for LimitsVisitor {
         let mut limits = BTreeMap::new();
         while let Some(metric) = map.next_key::<Metric>()? {
             let Written(value) = map.next_value()?;
-            let bound = Bound::parse(metric, &value).map_err(A::Error::custom)?;
-            if limits.insert(metric, bound).is_some() {
+            let limit = Limit::parse(metric, &value).map_err(A::Error::custom)?;
+            if limits.insert(metric, limit).is_some() {
                 return Err(A::Error::custom(format!(
                     "{metric} is limited twice, expected once"
                 )));
@@ -344,9 +404,10 @@ impl JsonSchema for Limits {
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
         let share = r"[0-9]+(\.[0-9]+)?\s*%";
         let pattern = |absolute: &str| format!(r"^\s*({share}|{absolute})\s*$");
-        let time = pattern(r"[0-9]+(\.[0-9]+)?\s*(us|ms|s|min)");
+        let timed = |absolute: &str| format!(r"^\s*({share}|{absolute})(\s+at\s+{share})?\s*$");
+        let time = timed(r"[0-9]+(\.[0-9]+)?\s*(us|ms|s|min)");
         let bytes = pattern(r"[0-9]+(\.[0-9]+)?\s*(B|kB|MB|GB|TB|KiB|MiB|GiB|TiB)");
-        let plain = pattern(r"[0-9]+(\.[0-9]+)?([eE][0-9]+)?");
+        let plain = timed(r"[0-9]+(\.[0-9]+)?([eE][0-9]+)?");
         let number = |description: &str| {
             json_schema!({
                 "description": description,
@@ -360,7 +421,7 @@ impl JsonSchema for Limits {
             "minProperties": 1,
             "additionalProperties": false,
             "properties": {
-                "latency": text("From the request to its last token: 75% or 900ms or 1.2s.", &time),
+                "latency": text("From the request to its last token: 75% or 900ms or 1.2s; 900ms at 90% has predictions be so sure.", &time),
                 "first_token": text("From the request to its first token: 75% or 900ms or 1.2s.", &time),
                 "per_token": text("From one output token to the next: 75% or 20ms.", &time),
                 "throughput": number("Output tokens a second at the least: 150% or 40."),
@@ -411,18 +472,21 @@ mod tests {
         let latency = Limit {
             metric: Metric::Latency,
             bound: Bound::ShareOfParent(0.75),
+            confidence: None,
         };
         let latency = latency.resolve(&parent).unwrap();
         assert!(latency.admits(600.0) && !latency.admits(600.1));
         let throughput = Limit {
             metric: Metric::Throughput,
             bound: Bound::ShareOfParent(1.5),
+            confidence: None,
         };
         let throughput = throughput.resolve(&parent).unwrap();
         assert!(throughput.admits(60.0) && !throughput.admits(59.9));
         let memory = Limit {
             metric: Metric::Memory,
             bound: Bound::ShareOfParent(0.5),
+            confidence: None,
         };
         assert_eq!(
             memory.resolve(&parent),

@@ -2,6 +2,17 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::Workload;
+
+/// A model measured whole, and under which workload.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Whole<'a> {
+    /// What was measured.
+    pub measurement: &'a Measurement,
+    /// Under which workload.
+    pub workload: &'a Workload,
+}
+
 /// Repeated measurements of one figure.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Summary {

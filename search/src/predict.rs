@@ -1,24 +1,34 @@
 //! What a candidate will cost, from the cost table of one target.
 //!
-//! For the built-in engine, which runs a workload's requests together from start to end:
+//! The times of a request, as of a workload whose requests run together from start to end:
 //!
 //! - first token = prefill of `concurrency` prompts (its last position gives the first token);
 //! - latency = first token + one decode step for each later token, at contexts `prompt`, `prompt + 1`, …,
-//!   `prompt + output − 2`; between measured contexts times are interpolated linearly, beyond them never;
-//! - per token = (latency − first token) / (output − 1);
-//! - throughput = concurrency · output / latency. An engine that batches continuously needs one problem
-//!   for each running batch instead; each of those is again a sum over blocks, so that only the sums here change;
-//! - memory = weights + key/value and other state at the last context + what else the parent was measured
-//!   to need (activations and the engine's own), which no variant raises.
+//!   `prompt + output − 2`;
+//! - per token = (latency − first token) / (output − 1).
+//!
+//! Throughput: the built-in engine does just that, so `concurrency` · output / latency. An engine that batches
+//! continuously keeps b sequences running: each request takes a b-th of its decode steps at that batch, and its own
+//! prompt's prefill, which shares the steps of the others. So output / (decode(b) / b + prefill), one problem for each b
+//! ([`CostModel::run_together`]), in which keys and values of b sequences at their longest have room, so that none is
+//! preempted.
+//!
+//! Memory = weights as stored + keys, values and other state at the last context, in the engine's pages + what else the
+//! parent was measured to need (activations and the engine's own), which no variant raises.
 //!
 //! Every one of them is a sum over blocks and a base: [`CostModel::block_costs`] gives the summands, and the
-//! solver's coefficients and [`CostModel::predict`] both come from it, so that they cannot disagree.
+//! solver's coefficients and [`CostModel::predict`] both come from it, so that they cannot disagree. Where the table
+//! tells the host's floor apart, a step takes the longer of the device's sum and the floor, which
+//! [`CostModel::constraints`] keeps linear.
 //!
-//! Spread: blocks of one shape share the same rows, so their errors add linearly; different shapes were
-//! timed apart, so theirs add in quadrature.
+//! Between measured loads and sizes times lie on straight lines (`sampled`), with an error for the line. Blocks of one
+//! shape share the same rows, so their errors add linearly; different shapes were timed apart, so theirs add in
+//! quadrature.
 
 mod model;
 mod rows;
+mod sampled;
+mod shapes;
 #[cfg(test)]
 mod tests;
 
@@ -56,6 +66,29 @@ pub fn points(workload: &Workload) -> Result<Vec<Point>> {
         points.push(Point::Decode { context, sequences });
     }
     Ok(points)
+}
+
+/// The loads beside [`points`] at which every shape has to be timed for the throughput of an engine that batches
+/// continuously: one prompt alone, and decoding at every power of two up to the concurrency.
+///
+/// # Errors
+/// When the workload asks for nothing.
+pub fn running_points(workload: &Workload) -> Result<Vec<Point>> {
+    let together = points(workload)?;
+    let mut found = Vec::new();
+    let batches = (0..usize::BITS).map(|power| 1_usize << power);
+    for batch in batches.take_while(|batch| *batch < workload.concurrency) {
+        let alike = together.iter().filter_map(|point| match *point {
+            Point::Prefill { tokens, .. } if batch == 1 => Some(Point::Prefill { tokens, sequences: 1 }),
+            Point::Prefill { .. } => None,
+            Point::Decode { context, .. } => Some(Point::Decode {
+                context,
+                sequences: batch,
+            }),
+        });
+        found.extend(alike);
+    }
+    Ok(found)
 }
 
 /// Decode steps of each request: none when the first token is the only one.

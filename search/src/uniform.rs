@@ -76,9 +76,9 @@ pub fn grid(
     Ok(kept)
 }
 
-/// A timed limit with a margin to spare.
+/// A timed limit with a margin to spare; one that asks for a confidence has its own.
 pub fn aim(limit: &AbsoluteLimit, margin: f64) -> AbsoluteLimit {
-    if !limit.metric.is_timed() {
+    if !limit.metric.is_timed() || limit.confidence.is_some() {
         return *limit;
     }
     let value = if limit.metric.more_is_better() {
@@ -86,10 +86,7 @@ pub fn aim(limit: &AbsoluteLimit, margin: f64) -> AbsoluteLimit {
     } else {
         limit.value * (1.0 - margin)
     };
-    AbsoluteLimit {
-        metric: limit.metric,
-        value,
-    }
+    AbsoluteLimit { value, ..*limit }
 }
 
 /// The largest share of a limit that is used, when all are kept.
@@ -97,7 +94,7 @@ fn filled(prediction: &Prediction, limits: &[AbsoluteLimit]) -> Option<f64> {
     let mut fill: f64 = 0.0;
     for limit in limits {
         let value = prediction.figures.get(limit.metric)?;
-        if !limit.admits(value) {
+        if !limit.admits_prediction(prediction) {
             return None;
         }
         fill = fill.max(limit.use_of(value));
@@ -161,10 +158,7 @@ mod tests {
             mlp_grid: Some(32),
             ..Space::default()
         };
-        let limits = [AbsoluteLimit {
-            metric: Metric::Latency,
-            value: latency_ms,
-        }];
+        let limits = [AbsoluteLimit::new(Metric::Latency, latency_ms)];
         let points = grid(&small(), &space, &[1], &model, &limits, margin, most).unwrap();
         let points = points.into_iter();
         points
@@ -195,7 +189,7 @@ mod tests {
 
     #[test]
     fn a_margin_raises_a_floor_lowers_a_ceiling_and_leaves_memory_alone() {
-        let aimed = |metric| aim(&AbsoluteLimit { metric, value: 100.0 }, 0.2).value;
+        let aimed = |metric| aim(&AbsoluteLimit::new(metric, 100.0), 0.2).value;
         assert_eq!(aimed(Metric::Throughput), 125.0);
         assert_eq!(aimed(Metric::Latency), 80.0);
         assert_eq!(aimed(Metric::Memory), 100.0);

@@ -3,7 +3,7 @@
 use espalier_arch::{Architecture, Storage};
 use espalier_proto::task::{Ingested, MeasuredPair, ParentRef, Profiled, TaskOutput};
 use espalier_search::{
-    AbsoluteLimit, Corrections, CostModel, CostTable, Figures, MemoryModel, Score, Space, Workload,
+    AbsoluteLimit, Corrections, CostModel, CostTable, Figures, MemoryModel, Score, Space, Whole, Workload,
     parameters,
 };
 
@@ -164,7 +164,7 @@ impl<'a> Context<'a> {
     pub(super) fn cost_model(
         &self,
         parent: &Architecture,
-        profiled: &Profiled,
+        profiled: &'a Profiled,
         corrections: Corrections,
     ) -> Result<CostModel, PlanError> {
         let table = CostTable {
@@ -177,9 +177,17 @@ impl<'a> Context<'a> {
             &self.workload(),
             parent,
             self.memory(),
-            Some(&profiled.parent),
+            Some(self.whole(profiled)),
         )?;
-        Ok(model.corrected(corrections))
+        Ok(model.corrected(corrections)?)
+    }
+
+    /// The parent as profiled, under the job's workload.
+    pub(super) fn whole(&self, profiled: &'a Profiled) -> Whole<'a> {
+        Whole {
+            measurement: &profiled.parent,
+            workload: &self.spec.target.workload,
+        }
     }
 
     /// Whether the machine was too busy for this measurement to say whether the limits are met. Memory and

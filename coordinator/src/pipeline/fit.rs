@@ -6,9 +6,9 @@
 
 use espalier_arch::Architecture;
 use espalier_proto::task::{Check, Ingested, MeasuredPair, ParentRef, Profiled, Rank, TaskSpec};
-use espalier_search::heterogeneous::{self, Choice, LEAST_MARGIN, Library};
+use espalier_search::heterogeneous::{self, Choice, LEAST_MARGIN, Library, Question, choose};
 use espalier_search::solver::Options;
-use espalier_search::uniform::{GridPoint, grid};
+use espalier_search::uniform::{GridPoint, aim, grid};
 use espalier_search::{AbsoluteLimit, Corrections, CostModel, Metric};
 
 use super::compare::{corrections, reading};
@@ -306,10 +306,17 @@ impl<'a> Fit<'a> {
         let Some(scores) = self.context.scores()? else {
             return Ok(None);
         };
-        let (model, limits) = self.model(corrections)?;
+        let (mut model, limits) = self.model(corrections)?;
         let variants = self.context.space().all_variants(self.architecture())?;
-        let library = Library::new(self.architecture(), variants, &scores, &model)?;
-        let choices = match library.fit(&limits, 1, 1, &Options::default())? {
+        let question = Question {
+            parent: self.architecture(),
+            variants: &variants,
+            scores: Some(&scores),
+            limits: &limits,
+            count: 1,
+            distance: 1,
+        };
+        let choices = match choose(&question, &mut model, &Options::default())? {
             heterogeneous::Fitted::Found(choices) => choices,
             heterogeneous::Fitted::Impossible(reachable) => return Err(PlanError::Impossible(reachable)),
         };
@@ -319,14 +326,15 @@ impl<'a> Fit<'a> {
                     relative_gap: 1e-3,
                     work: 20_000_000,
                 };
-                library.front(limit.metric, FRONT_POINTS, &coarse)?
+                let library = Library::new(self.architecture(), variants, &scores, &model)?;
+                library.front(limit.metric, &[], FRONT_POINTS, &coarse)?
             }
             _ => Vec::new(),
         };
-        Ok(choices
-            .into_iter()
-            .next()
-            .map(|choice| chosen_of(choice, limits, corrections, front)))
+        Ok(choices.into_iter().next().map(|choice| {
+            let fewer = choice.running < self.context.workload().concurrency;
+            chosen_of(choice, limits, corrections, front, fewer)
+        }))
     }
 
     /// The uniform choice, once depth order and ranks are there; plans a ranking where one is needed.
@@ -413,13 +421,10 @@ impl<'a> Fit<'a> {
         order.sort_by(|a, b| a.1.total_cmp(&b.1));
         for (point, divergence) in order {
             let prediction = model.predict(&self.architecture().with_candidate(&point.candidate)?)?;
-            let inside = limits.iter().all(|limit| {
-                let aimed = espalier_search::uniform::aim(limit, LEAST_MARGIN);
-                prediction
-                    .figures
-                    .get(limit.metric)
-                    .is_some_and(|value| aimed.admits(value))
-            });
+            let inside = limits
+                .iter()
+                .map(|limit| aim(limit, LEAST_MARGIN))
+                .all(|aimed| aimed.admits_prediction(&prediction));
             if inside {
                 return Ok(Some(Chosen {
                     strategy: Strategy::Uniform,
@@ -427,6 +432,7 @@ impl<'a> Fit<'a> {
                     prediction,
                     limits: limits.to_vec(),
                     margin: LEAST_MARGIN,
+                    running: None,
                     corrections,
                     solved: None,
                     divergence: Some(divergence),
@@ -461,6 +467,7 @@ fn chosen_of(
     limits: Vec<AbsoluteLimit>,
     corrections: Corrections,
     front: Vec<heterogeneous::FrontPoint>,
+    fewer: bool,
 ) -> Chosen {
     Chosen {
         strategy: Strategy::Heterogeneous,
@@ -468,6 +475,7 @@ fn chosen_of(
         prediction: choice.prediction,
         limits,
         margin: choice.margin,
+        running: fewer.then_some(choice.running),
         corrections,
         solved: Some(SolverProof {
             score: choice.score,

@@ -2,7 +2,7 @@
 
 use espalier_arch::{Architecture, BlockShape};
 use espalier_proto::task::Profiled;
-use espalier_search::{CostModel, CostTable, Error, Point, points};
+use espalier_search::{CostModel, CostTable, Error, Point, Whole, points};
 
 use super::PlanError;
 use super::context::{Context, block_parameters};
@@ -33,7 +33,10 @@ pub(super) fn refuse_uncovered(
         &context.workload(),
         parent,
         context.memory(),
-        Some(&table.profile.parent),
+        Some(Whole {
+            measurement: &table.profile.parent,
+            workload: &table.workload,
+        }),
     )
     .map_err(|error| refused(format!("cannot be used: {error}")))?;
     let lacks = |what: &str, error: Error| match missing(context, &error) {
@@ -60,7 +63,11 @@ pub(super) fn refuse_uncovered(
 fn missing(context: &Context<'_>, error: &Error) -> Option<Point> {
     match error {
         Error::MissingRow { point, .. } => Some(*point),
-        Error::Extrapolation { context: asked, .. } => points(&context.workload())
+        Error::Extrapolation {
+            axis: "contexts",
+            asked,
+            ..
+        } => points(&context.workload())
             .ok()?
             .into_iter()
             .find(|point| matches!(point, Point::Decode { context, .. } if context == asked)),

@@ -236,6 +236,9 @@ pub struct Chosen {
     pub limits: Vec<AbsoluteLimit>,
     /// Share of each timed limit left to spare.
     pub margin: f64,
+    /// Sequences that run together, where the engine batches continuously and fewer than the concurrency do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub running: Option<usize>,
     /// What earlier checks taught.
     pub corrections: Corrections,
     /// Heterogeneous: the solver's objective and its proof.

@@ -5,7 +5,7 @@ use espalier_proto::task::{
     Calibrate, DepthOrder, Ingest, Ingested, ParentRef, Profile, Profiled, ScoreBlock, Sort, TaskOutput,
     TaskSpec,
 };
-use espalier_search::heterogeneous::{Fitted, Library};
+use espalier_search::heterogeneous::{Fitted, Question, choose};
 use espalier_search::solver::Options;
 use espalier_search::{AbsoluteLimit, Bound, Figures, Metric, points};
 
@@ -287,17 +287,20 @@ fn refuse_unreachable(
     profiled: &Profiled,
 ) -> Result<(), PlanError> {
     let limits: Vec<AbsoluteLimit> = context.limits(parent, profiled)?;
-    let model = context.cost_model(parent, profiled, espalier_search::Corrections::default())?;
-    let library = Library::unscored(parent, context.space().all_variants(parent)?, &model)?;
-    match library.fit(
-        &limits,
-        1,
-        1,
-        &Options {
-            relative_gap: 1.0,
-            ..Options::default()
-        },
-    )? {
+    let mut model = context.cost_model(parent, profiled, espalier_search::Corrections::default())?;
+    let question = Question {
+        parent,
+        variants: &context.space().all_variants(parent)?,
+        scores: None,
+        limits: &limits,
+        count: 1,
+        distance: 1,
+    };
+    let any = Options {
+        relative_gap: 1.0,
+        ..Options::default()
+    };
+    match choose(&question, &mut model, &any)? {
         Fitted::Found(_) => Ok(()),
         Fitted::Impossible(reachable) => Err(PlanError::Impossible(reachable)),
     }

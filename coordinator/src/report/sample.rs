@@ -93,6 +93,7 @@ pub(super) fn outcome() -> Outcome {
 fn front_point(share: f64) -> FrontPoint {
     FrontPoint {
         value: 420.0 + 620.0 * share,
+        error: 0.0,
         score: 2.4 * (1.0 - share).powi(3),
     }
 }
@@ -268,6 +269,7 @@ fn prediction(latency: f64) -> Prediction {
             latency_ms: Some(latency * 0.01),
             ..Figures::default()
         },
+        device: None,
     }
 }
 

@@ -3,6 +3,8 @@
 use super::{Bound, Metric};
 use crate::{Error, Result};
 
+/// More could not be told from a handful of repeats.
+const MOST_CONFIDENCE: f64 = 0.999;
 const TIMES: [(&str, f64); 5] = [
     ("us", 1e-3),
     ("ms", 1.0),
@@ -84,6 +86,44 @@ pub(super) fn format(bound: Bound, metric: Metric) -> String {
             Metric::Throughput | Metric::BlockParameters => format!("{value}"),
         },
     }
+}
+
+/// A bound, and what follows ` at ` where there is that.
+pub(super) fn split_confidence(value: &str) -> (&str, Option<&str>) {
+    match value.split_once(" at ") {
+        Some((bound, confidence)) => (bound, Some(confidence)),
+        None => (value, None),
+    }
+}
+
+/// Reads a confidence; `value` is the whole text, for messages.
+pub(super) fn confidence(metric: Metric, value: &str, share: &str) -> Result<f64> {
+    let refuse = |reason: String| Error::LimitText {
+        metric,
+        value: value.to_owned(),
+        reason,
+    };
+    if !metric.is_timed() {
+        return Err(refuse(
+            "asks for a confidence, expected none: it is counted, not timed".to_owned(),
+        ));
+    }
+    let number = share
+        .trim()
+        .strip_suffix('%')
+        .and_then(|number| number.trim().parse::<f64>().ok());
+    match number.map(|percent| percent / 100.0) {
+        Some(share) if (0.5..=MOST_CONFIDENCE).contains(&share) => Ok(share),
+        _ => Err(refuse(format!(
+            "asks for a confidence of `{}`, expected 50% to 99.9%",
+            share.trim()
+        ))),
+    }
+}
+
+/// A share as `90%`.
+pub(super) fn share(share: f64) -> String {
+    format!("{}%", percent(share))
 }
 
 /// The shortest decimal that reads back as `share` after division by 100.
@@ -185,6 +225,28 @@ mod tests {
                 message.contains(expected) && message.starts_with(metric.name()),
                 "{text}: {message}"
             );
+        }
+    }
+
+    #[test]
+    fn a_confidence_follows_the_bound_and_is_for_what_is_timed() {
+        let limit = crate::Limit::parse(Metric::Latency, "750 ms at 90%").unwrap();
+        assert_eq!(
+            (limit.bound, limit.confidence),
+            (Bound::Absolute(750.0), Some(0.9))
+        );
+        assert_eq!(limit.to_text(), "750ms at 90%");
+        assert_eq!(
+            crate::Limit::parse(Metric::Latency, &limit.to_text()).unwrap(),
+            limit
+        );
+        for (metric, text, expected) in [
+            (Metric::Latency, "750ms at 20%", "expected 50% to 99.9%"),
+            (Metric::Latency, "750ms at ninety", "expected 50% to 99.9%"),
+            (Metric::Memory, "3GiB at 90%", "counted, not timed"),
+        ] {
+            let message = crate::Limit::parse(metric, text).unwrap_err().to_string();
+            assert!(message.contains(expected), "{message}");
         }
     }
 

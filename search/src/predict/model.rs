@@ -5,14 +5,16 @@ use std::collections::BTreeMap;
 use espalier_arch::{Architecture, BlockShape};
 use serde::{Deserialize, Serialize};
 
-use super::rows::{Rows, Time, block_key, key};
+use super::rows::{Load, block_key};
+use super::sampled::Sampled;
+use super::shapes::Times;
 use super::{check, decode_steps};
 use crate::{
-    AbsoluteLimit, CostTable, Error, Figures, Measurement, MemoryModel, Metric, Point, Result, Subject,
-    Workload,
+    AbsoluteLimit, CostTable, Error, Figures, MemoryModel, Metric, Result, Subject, Whole, Workload,
 };
 
-/// What one block, or the base, adds to each additive metric.
+/// What one block, or the base, adds to each additive metric; times are the device's own where the table tells the
+/// host's floor apart.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Costs {
     /// Milliseconds from the request to its last token.
@@ -21,21 +23,22 @@ pub struct Costs {
     pub first_token_ms: f64,
     /// Milliseconds from one output token to the next.
     pub per_token_ms: f64,
+    /// Milliseconds in which the workload's requests, once each, are worked off: throughput is its inverse.
+    pub turnover_ms: f64,
     /// Bytes of weights and state.
     pub memory_bytes: f64,
     /// Parameters of blocks.
     pub block_parameters: f64,
-    /// Standard errors of the three times, in their order.
-    pub errors_ms: [f64; 3],
 }
 
 impl Costs {
-    /// The sum that a limit on `metric` is over. Throughput is limited through latency.
+    /// The sum that a limit on `metric` is over.
     pub fn get(&self, metric: Metric) -> f64 {
         match metric {
-            Metric::Latency | Metric::Throughput => self.latency_ms,
+            Metric::Latency => self.latency_ms,
             Metric::FirstToken => self.first_token_ms,
             Metric::PerToken => self.per_token_ms,
+            Metric::Throughput => self.turnover_ms,
             Metric::Memory => self.memory_bytes,
             Metric::BlockParameters => self.block_parameters,
         }
@@ -72,22 +75,49 @@ pub struct Prediction {
     pub figures: Figures,
     /// Standard error of each; memory and parameters have none.
     pub errors: Figures,
+    /// The device's times alone, where the table tells the host's floor apart.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<Figures>,
 }
 
 /// Prices any candidate of one parent under one workload.
 #[derive(Debug)]
 pub struct CostModel {
-    rows: Rows,
+    times: Times,
     workload: Workload,
+    /// Sequences that run together: the workload's concurrency, or fewer where an engine batches continuously.
+    running: usize,
+    batches_continuously: bool,
+    ranks: usize,
     hidden: usize,
     memory: MemoryModel,
     other_memory_bytes: f64,
     corrections: Corrections,
+    floor: Timed,
+}
+
+/// The times of one subject, or sums of them.
+#[derive(Debug, Clone, Default)]
+struct Timed {
+    /// Prefill of every prompt.
+    first: Sampled,
+    /// All decode steps.
+    decode: Sampled,
+    /// See [`Costs::turnover_ms`].
+    turnover: Sampled,
+}
+
+impl Timed {
+    fn add(&mut self, other: &Self, factor: f64) {
+        self.first.add(&other.first, factor);
+        self.decode.add(&other.decode, factor);
+        self.turnover.add(&other.turnover, factor);
+    }
 }
 
 impl CostModel {
-    /// `memory` says how the engine stores weights and state. `measured` is the parent under the workload: what it
-    /// needs beyond weights and state is taken to stay. Without it, only weights and state are counted, and what the
+    /// `memory` says how the engine stores weights and state. `measured` is the parent: what it needs beyond weights and
+    /// state is taken to stay, under other workloads too. Without it, only weights and state are counted, and what the
     /// engine needs by itself where the table says so.
     ///
     /// # Errors
@@ -97,7 +127,7 @@ impl CostModel {
         workload: &Workload,
         parent: &Architecture,
         memory: MemoryModel,
-        measured: Option<&Measurement>,
+        measured: Option<Whole<'_>>,
     ) -> Result<Self> {
         check(workload)?;
         if table.key.hidden != parent.hidden {
@@ -107,41 +137,86 @@ impl CostModel {
             });
         }
         let mut model = Self {
-            rows: Rows::new(table)?,
+            times: Times::new(table)?,
             workload: *workload,
+            running: workload.concurrency,
+            batches_continuously: table.key.batches_continuously(),
+            ranks: table.key.parallelism,
             hidden: parent.hidden,
             memory: memory.paged(table.memory.as_ref()),
             other_memory_bytes: 0.0,
             corrections: Corrections::default(),
+            floor: Timed::default(),
         };
         model.other_memory_bytes = match (measured, &table.memory) {
-            (Some(measured), _) => {
-                let counted = model.memory.counted_bytes(parent, workload);
-                bytes(measured.memory_bytes.saturating_sub(counted))
+            (Some(whole), _) => {
+                let counted = model.counted_bytes(parent, whole.workload)?;
+                (bytes(whole.measurement.memory_bytes) - counted).max(0.0)
             }
             (None, Some(engine)) => bytes(engine.overhead_bytes),
             (None, None) => 0.0,
         };
+        model.floor = model.floor()?;
         Ok(model)
     }
 
     /// The same model with other corrections.
-    #[must_use]
-    pub fn corrected(mut self, corrections: Corrections) -> Self {
+    ///
+    /// # Errors
+    /// As [`CostModel::new`].
+    pub fn corrected(mut self, corrections: Corrections) -> Result<Self> {
         self.corrections = corrections;
-        self
+        self.floor = self.floor()?;
+        Ok(self)
+    }
+
+    /// Has `running` sequences run together from now on: memory holds the state of so many, and the throughput is that of
+    /// their steps. Latencies stay those of the workload.
+    ///
+    /// # Errors
+    /// When the table tells the host's floor apart, and not at that batch.
+    pub fn run_together(&mut self, running: usize) -> Result<()> {
+        self.running = running.max(1);
+        self.floor = self.floor()?;
+        Ok(())
+    }
+
+    /// Sequences that run together.
+    pub fn running(&self) -> usize {
+        self.running
+    }
+
+    /// The same model, drawing lines on beyond what was measured; predictions say how much they are in doubt.
+    ///
+    /// # Errors
+    /// As [`CostModel::new`].
+    pub fn extrapolating(mut self) -> Result<Self> {
+        self.times.extrapolating();
+        self.floor = self.floor()?;
+        Ok(self)
+    }
+
+    /// Whether the engine takes a new sequence in as soon as one has ended, so that any number up to the concurrency
+    /// may run.
+    pub fn batches_continuously(&self) -> bool {
+        self.batches_continuously
+    }
+
+    /// Requests in flight together.
+    pub fn concurrency(&self) -> usize {
+        self.workload.concurrency
     }
 
     /// What `shape` adds to each metric; none is a skipped block and adds nothing.
     ///
     /// # Errors
-    /// When the table does not hold the shape at the workload's points.
+    /// When the table holds neither the shape at the workload's loads nor neighbours of it, or ranks cannot share it.
     pub fn block_costs(&self, shape: Option<&BlockShape>) -> Result<Costs> {
         let Some(shape) = shape else {
             return Ok(Costs::default());
         };
-        let mut costs = self.times(&block_key(shape))?;
-        costs.memory_bytes = bytes(self.memory.block_bytes(shape, self.hidden, &self.workload));
+        let mut costs = self.costs(&self.block_times(shape)?);
+        costs.memory_bytes = self.block_bytes(shape)?;
         costs.block_parameters = parameters(shape, self.hidden);
         Ok(costs)
     }
@@ -151,12 +226,8 @@ impl CostModel {
     /// # Errors
     /// When the table does not hold the base at the workload's points.
     pub fn base_costs(&self, architecture: &Architecture) -> Result<Costs> {
-        let mut costs = self.times(&key(&Subject::Base {
-            vocab_size: architecture.vocab_size,
-        }))?;
-        costs.memory_bytes = bytes(architecture.stored_outside_blocks(&self.memory.storage))
-            + self.other_memory_bytes
-            + self.corrections.memory_bytes;
+        let mut costs = self.costs(&self.base_times(architecture)?);
+        costs.memory_bytes = self.base_bytes(architecture)?;
         Ok(costs)
     }
 
@@ -171,26 +242,56 @@ impl CostModel {
                 model: architecture.hidden,
             });
         }
-        let mut groups: BTreeMap<String, (Costs, f64)> = BTreeMap::new();
+        let mut counts: BTreeMap<String, (&BlockShape, f64)> = BTreeMap::new();
         for block in &architecture.blocks {
-            match groups.get_mut(&block_key(&block.shape)) {
-                Some((_, count)) => *count += 1.0,
-                None => {
-                    let costs = self.block_costs(Some(&block.shape))?;
-                    groups.insert(block_key(&block.shape), (costs, 1.0));
-                }
-            }
+            let entry = counts.entry(block_key(&block.shape));
+            entry.or_insert((&block.shape, 0.0)).1 += 1.0;
         }
-        let base = self.base_costs(architecture)?;
-        Ok(self.total(groups.into_values().chain([(base, 1.0)])))
+        let mut times = self.base_times(architecture)?;
+        let mut memory = self.base_bytes(architecture)?;
+        let mut block_parameters = 0.0;
+        for (shape, count) in counts.into_values() {
+            times.add(&self.block_times(shape)?, count);
+            memory += self.block_bytes(shape)? * count;
+            block_parameters += parameters(shape, self.hidden) * count;
+        }
+        Ok(self.prediction(&times, memory, block_parameters))
     }
 
-    /// The limit as a bound on the sum of [`Costs::get`] over blocks and base.
+    /// The limit as bounds on sums of [`Costs::get`] over blocks and base, all of which must hold.
+    ///
+    /// Without a floor of the host's it is one. With it, a first token takes max(P, f) and each of n steps max(D, g), so
+    /// that max(P, f) + n·max(D, g) ≤ L where each of P + n·D, P + n·g, f + n·D and f + n·g is at most L. The last
+    /// is no sum over blocks: where it is more, nothing is inside.
+    pub fn constraints(&self, limit: &AbsoluteLimit) -> Vec<(Metric, f64)> {
+        let bound = self.sum_limit(limit);
+        let mut constraints = vec![(limit.metric, bound)];
+        if self.floor_of(limit.metric) > bound {
+            constraints.push((limit.metric, NEVER));
+        }
+        if limit.metric == Metric::Latency {
+            let (first, decode) = (self.floor.first.value, self.floor.decode.value);
+            if decode > 0.0 {
+                constraints.push((Metric::FirstToken, bound - decode));
+            }
+            if first > 0.0 && decode_steps(&self.workload).is_some() {
+                constraints.push((Metric::PerToken, (bound - first) / self.steps()));
+            }
+        }
+        constraints
+    }
+
+    /// The limit as a bound on the sum of [`Costs::get`] over blocks and base; what turns a sum back into a figure too.
     pub fn sum_limit(&self, limit: &AbsoluteLimit) -> f64 {
         match limit.metric {
             Metric::Throughput => self.tokens() * 1000.0 / limit.value,
             _ => limit.value,
         }
+    }
+
+    /// The host's floor under a metric's sum; 0 where the table does not tell it apart.
+    pub fn floor_of(&self, metric: Metric) -> f64 {
+        self.costs(&self.floor).get(metric)
     }
 
     /// Output tokens of the whole workload.
@@ -199,73 +300,212 @@ impl CostModel {
         self.workload.concurrency as f64 * self.workload.output_tokens as f64
     }
 
-    fn total(&self, groups: impl Iterator<Item = (Costs, f64)>) -> Prediction {
-        let mut sum = Costs::default();
-        let mut variances = [0.0; 3];
-        for (costs, count) in groups {
-            sum.latency_ms += costs.latency_ms * count;
-            sum.first_token_ms += costs.first_token_ms * count;
-            sum.per_token_ms += costs.per_token_ms * count;
-            sum.memory_bytes += costs.memory_bytes * count;
-            sum.block_parameters += costs.block_parameters * count;
-            for (variance, error) in variances.iter_mut().zip(costs.errors_ms) {
-                *variance += (error * count).powi(2);
-            }
-        }
-        let [latency, first_token, per_token] = variances.map(f64::sqrt);
-        let throughput = self.tokens() * 1000.0 / sum.latency_ms;
-        Prediction {
-            figures: Figures {
-                latency_ms: Some(sum.latency_ms),
-                first_token_ms: Some(sum.first_token_ms),
-                per_token_ms: Some(sum.per_token_ms),
-                throughput_tokens_per_second: Some(throughput),
-                memory_bytes: Some(sum.memory_bytes),
-                block_parameters: Some(sum.block_parameters),
-            },
-            errors: Figures {
-                latency_ms: Some(latency),
-                first_token_ms: Some(first_token),
-                per_token_ms: Some(per_token),
-                throughput_tokens_per_second: Some(throughput * latency / sum.latency_ms),
-                memory_bytes: Some(0.0),
-                block_parameters: Some(0.0),
-            },
+    #[allow(clippy::cast_precision_loss)] // far below 2^53
+    fn steps(&self) -> f64 {
+        decode_steps(&self.workload).unwrap_or(1) as f64
+    }
+
+    fn costs(&self, times: &Timed) -> Costs {
+        Costs {
+            latency_ms: times.first.value + times.decode.value,
+            first_token_ms: times.first.value,
+            per_token_ms: times.decode.value / self.steps(),
+            turnover_ms: times.turnover.value,
+            ..Costs::default()
         }
     }
 
-    fn times(&self, subject: &str) -> Result<Costs> {
-        let sequences = self.workload.concurrency;
-        let context = self.workload.prompt_tokens;
-        let prefill = self.rows.at(
-            subject,
-            Point::Prefill {
-                tokens: context,
-                sequences,
-            },
-        )?;
-        let steps = decode_steps(&self.workload);
-        let decode = match steps {
-            Some(steps) => self.rows.decode(subject, context, steps, sequences)?,
-            None => Time::default(),
+    fn prediction(&self, times: &Timed, memory_bytes: f64, block_parameters: f64) -> Prediction {
+        let higher = |device: &Sampled, floor: &Sampled| {
+            let slower = if device.value >= floor.value {
+                device
+            } else {
+                floor
+            };
+            (slower.value, slower.error())
         };
-        #[allow(clippy::cast_precision_loss)] // far below 2^53
-        let steps = steps.unwrap_or(1) as f64;
-        let first_token_ms = prefill.median * self.corrections.first_token;
-        let decode_ms = decode.median * self.corrections.decode;
-        Ok(Costs {
-            latency_ms: first_token_ms + decode_ms,
-            first_token_ms,
-            per_token_ms: decode_ms / steps,
-            errors_ms: [
-                prefill.error.hypot(decode.error),
-                prefill.error,
-                decode.error / steps,
-            ],
-            ..Costs::default()
+        let first = higher(&times.first, &self.floor.first);
+        let decode = higher(&times.decode, &self.floor.decode);
+        let turnover = if self.batches_continuously {
+            higher(&times.turnover, &self.floor.turnover)
+        } else {
+            (first.0 + decode.0, first.1.hypot(decode.1))
+        };
+        let own = |times: &Sampled| (times.value, times.error());
+        let has_floor = self.floor.first.value > 0.0 || self.floor.decode.value > 0.0;
+        let device = has_floor.then(|| {
+            let (first, decode, turnover) = (own(&times.first), own(&times.decode), own(&times.turnover));
+            self.figures(first, decode, turnover).0
+        });
+        let (figures, errors) = self.figures(first, decode, turnover);
+        Prediction {
+            figures: Figures {
+                memory_bytes: Some(memory_bytes),
+                block_parameters: Some(block_parameters),
+                ..figures
+            },
+            errors: Figures {
+                memory_bytes: Some(0.0),
+                block_parameters: Some(0.0),
+                ..errors
+            },
+            device,
+        }
+    }
+
+    /// Figures and errors of the timed metrics, from (time, error) of first token, all steps, and turnover.
+    fn figures(&self, first: (f64, f64), decode: (f64, f64), turnover: (f64, f64)) -> (Figures, Figures) {
+        let throughput = self.tokens() * 1000.0 / turnover.0;
+        let of = |latency, first, per_token, throughput| Figures {
+            latency_ms: Some(latency),
+            first_token_ms: Some(first),
+            per_token_ms: Some(per_token),
+            throughput_tokens_per_second: Some(throughput),
+            ..Figures::default()
+        };
+        (
+            of(first.0 + decode.0, first.0, decode.0 / self.steps(), throughput),
+            of(
+                first.1.hypot(decode.1),
+                first.1,
+                decode.1 / self.steps(),
+                throughput * turnover.1 / turnover.0,
+            ),
+        )
+    }
+
+    fn block_times(&self, shape: &BlockShape) -> Result<Timed> {
+        self.timed(|load| self.times.block(shape, load).map(Some))
+    }
+
+    fn base_times(&self, architecture: &Architecture) -> Result<Timed> {
+        let base = Subject::Base {
+            vocab_size: architecture.vocab_size,
+        };
+        self.timed(|load| {
+            let found = self.times.subject(&base, load)?;
+            found.map(Some).ok_or_else(|| Error::MissingRow {
+                subject: super::rows::key(&base),
+                point: load.point(),
+            })
         })
     }
+
+    /// The host's floor; nothing at loads where the table does not tell it apart.
+    fn floor(&self) -> Result<Timed> {
+        let time = |load| self.times.subject(&Subject::HostFloor, load);
+        let mut floor = self.timed(time)?;
+        // Prefill shares the steps of those that decode, and the host works for each step once.
+        if self.batches_continuously {
+            floor.turnover = self.shared(&self.decode_at(self.running, &time)?);
+        }
+        Ok(floor)
+    }
+
+    /// Every time that a subject needs, by `time` under each load; none counts as nothing.
+    fn timed(&self, time: impl Fn(Load) -> Result<Option<Sampled>>) -> Result<Timed> {
+        let prefill = |sequences| Load::Prefill {
+            tokens: self.workload.prompt_tokens,
+            sequences,
+        };
+        let concurrency = self.workload.concurrency;
+        let first = time(prefill(concurrency))?.unwrap_or_default();
+        let first = first.times(self.corrections.first_token);
+        let decode = self.decode_at(concurrency, &time)?;
+        let mut turnover;
+        if self.batches_continuously {
+            turnover = self.shared(&self.decode_at(self.running, &time)?);
+            match time(prefill(1)) {
+                Ok(Some(alone)) => {
+                    turnover.add(&alone, self.corrections.first_token * self.requests());
+                }
+                // Without a prompt by itself, its share of the prompts together.
+                Ok(None) | Err(Error::MissingRow { .. } | Error::Extrapolation { .. }) => {
+                    turnover.add(&first, 1.0)
+                }
+                Err(error) => return Err(error),
+            }
+        } else {
+            turnover = first.clone();
+            turnover.add(&decode, 1.0);
+        }
+        Ok(Timed {
+            first,
+            decode,
+            turnover,
+        })
+    }
+
+    /// All decode steps of `sequences` together; nothing where the first token is the only one.
+    fn decode_at(
+        &self,
+        sequences: usize,
+        time: &impl Fn(Load) -> Result<Option<Sampled>>,
+    ) -> Result<Sampled> {
+        let Some(steps) = decode_steps(&self.workload) else {
+            return Ok(Sampled::default());
+        };
+        let load = Load::Decode {
+            context: self.workload.prompt_tokens,
+            steps,
+            sequences,
+        };
+        let decode = time(load)?.unwrap_or_default();
+        Ok(decode.times(self.corrections.decode))
+    }
+
+    /// What all requests need of the steps that `running` of them share.
+    #[allow(clippy::cast_precision_loss)] // far below 2^53
+    fn shared(&self, decode: &Sampled) -> Sampled {
+        decode.times(self.requests() / self.running as f64)
+    }
+
+    #[allow(clippy::cast_precision_loss)] // far below 2^53
+    fn requests(&self) -> f64 {
+        self.workload.concurrency as f64
+    }
+
+    /// Weights and state of one block on one rank, as many sequences running as run together.
+    fn block_bytes(&self, shape: &BlockShape) -> Result<f64> {
+        let workload = Workload {
+            concurrency: self.running,
+            ..self.workload
+        };
+        self.block_bytes_under(shape, &workload)
+    }
+
+    fn block_bytes_under(&self, shape: &BlockShape, workload: &Workload) -> Result<f64> {
+        let block = |shape: &BlockShape| bytes(self.memory.block_bytes(shape, self.hidden, workload));
+        if self.ranks == 1 {
+            return Ok(block(shape));
+        }
+        Ok(block(&shape.rank_share(self.ranks)?))
+    }
+
+    /// Everything that is no block, on one rank.
+    fn base_bytes(&self, architecture: &Architecture) -> Result<f64> {
+        let other = self.other_memory_bytes + self.corrections.memory_bytes;
+        let outside = |model: &Architecture| bytes(model.stored_outside_blocks(&self.memory.storage));
+        if self.ranks == 1 {
+            return Ok(outside(architecture) + other);
+        }
+        let mut bare = architecture.clone();
+        bare.blocks.clear();
+        Ok(outside(&bare.rank_share(self.ranks)?) + other)
+    }
+
+    /// What is counted of a whole model, before what the engine needs beside.
+    fn counted_bytes(&self, architecture: &Architecture, workload: &Workload) -> Result<f64> {
+        let mut sum = self.base_bytes(architecture)?;
+        for block in &architecture.blocks {
+            sum += self.block_bytes_under(&block.shape, workload)?;
+        }
+        Ok(sum)
+    }
 }
+
+/// A sum that none reaches.
+const NEVER: f64 = -1.0;
 
 /// Bytes are far below 2^53.
 #[allow(clippy::cast_precision_loss)]

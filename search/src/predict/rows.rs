@@ -1,153 +1,245 @@
-//! The cost table's rows by subject and point, with interpolation in context.
+//! One subject's rows by load, and its time at any load between them.
 
-use std::collections::HashMap;
+use super::sampled::{Outside, Sampled, Source, across, between, share};
+use crate::{CostRow, Error, Point, Result, Subject};
 
-use espalier_arch::BlockShape;
+/// What a time is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Load {
+    /// `sequences` prompts of `tokens` each, at once.
+    Prefill { tokens: usize, sequences: usize },
+    /// `steps` decode steps from `context` on, one token more of context at each.
+    Decode {
+        context: usize,
+        steps: usize,
+        sequences: usize,
+    },
+}
 
-use crate::{CostTable, Error, Point, Result, Subject};
+impl Load {
+    /// The first point of it, for messages.
+    pub(super) fn point(self) -> Point {
+        match self {
+            Self::Prefill { tokens, sequences } => Point::Prefill { tokens, sequences },
+            Self::Decode {
+                context, sequences, ..
+            } => Point::Decode { context, sequences },
+        }
+    }
 
-/// A time and how sure it is, both in milliseconds.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub(super) struct Time {
-    pub(super) median: f64,
-    /// Standard error of the median.
-    pub(super) error: f64,
+    /// What its axes are called.
+    pub(super) fn axis(self, axis: usize) -> &'static str {
+        match (self, axis) {
+            (Self::Prefill { .. }, 0) => "prompts of tokens",
+            (Self::Decode { .. }, 0) => "contexts",
+            _ => "sequences",
+        }
+    }
 }
 
 /// For a normal distribution: σ is 1.4826 of the median absolute deviation, and the median of n has a
 /// standard error of √(π/2)·σ/√n.
 const ERROR_OF_MEDIAN: f64 = 1.4826 * 1.253_314_137_315_5;
 
-/// Every subject's times.
+/// The rows of one subject.
 #[derive(Debug)]
-pub(super) struct Rows {
-    times: HashMap<String, Vec<(Point, Time)>>,
+pub(super) struct Measured {
+    index: usize,
+    prefill: Vec<Row>,
+    decode: Vec<Row>,
 }
 
-impl Rows {
-    /// # Errors
-    /// When a row holds what is no time.
-    pub(super) fn new(table: &CostTable) -> Result<Self> {
-        let mut times: HashMap<String, Vec<(Point, Time)>> = HashMap::new();
-        for row in &table.rows {
-            let subject = key(&row.subject);
-            for value in [row.median_ms, row.spread_ms] {
-                if !value.is_finite() || value < 0.0 {
-                    return Err(Error::BadRow {
-                        subject,
-                        point: row.point,
-                        value,
-                    });
-                }
-            }
-            #[allow(clippy::cast_precision_loss)] // a handful of repeats
-            let repeats = row.repeats.max(1) as f64;
-            let error = ERROR_OF_MEDIAN * row.spread_ms / repeats.sqrt();
-            times.entry(subject).or_default().push((
-                row.point,
-                Time {
-                    median: row.median_ms,
-                    error,
-                },
-            ));
+/// Sorted by sequences, then by tokens or context.
+#[derive(Debug, Clone, Copy)]
+struct Row {
+    sequences: usize,
+    at: usize,
+    median: f64,
+    error: f64,
+}
+
+impl Measured {
+    pub(super) fn new(index: usize) -> Self {
+        Self {
+            index,
+            prefill: Vec::new(),
+            decode: Vec::new(),
         }
-        for rows in times.values_mut() {
-            rows.sort_by_key(|(point, _)| *point);
-        }
-        Ok(Self { times })
     }
 
-    /// Time at exactly this point.
-    pub(super) fn at(&self, subject: &str, point: Point) -> Result<Time> {
-        self.times
-            .get(subject)
-            .and_then(|rows| rows.iter().find(|(measured, _)| *measured == point))
-            .map(|(_, time)| *time)
-            .ok_or_else(|| Error::MissingRow {
-                subject: subject.to_owned(),
-                point,
-            })
-    }
-
-    /// Total of `steps` decode steps from `context` on, one token more of context at each.
+    /// Takes a row.
     ///
-    /// Each measured row enters with the sum of its interpolation weights, so that its error does too.
-    pub(super) fn decode(
-        &self,
-        subject: &str,
-        context: usize,
-        steps: usize,
-        sequences: usize,
-    ) -> Result<Time> {
-        let rows: Vec<(usize, Time)> = self
-            .times
-            .get(subject)
-            .into_iter()
-            .flatten()
-            .filter_map(|(point, time)| match point {
-                Point::Decode {
-                    context,
-                    sequences: measured,
-                } if *measured == sequences => Some((*context, *time)),
-                _ => None,
-            })
-            .collect();
-        let (Some(&(shortest, _)), Some(&(longest, _))) = (rows.first(), rows.last()) else {
-            return Err(Error::MissingRow {
-                subject: subject.to_owned(),
-                point: Point::Decode { context, sequences },
-            });
-        };
-        let last = context + steps.saturating_sub(1);
-        for end in [context, last] {
-            if end < shortest || end > longest {
-                return Err(Error::Extrapolation {
-                    subject: subject.to_owned(),
-                    context: end,
-                    shortest,
-                    longest,
+    /// # Errors
+    /// When it holds what is no time.
+    pub(super) fn insert(&mut self, row: &CostRow) -> Result<()> {
+        for value in [row.median_ms, row.spread_ms] {
+            if !value.is_finite() || value < 0.0 {
+                return Err(Error::BadRow {
+                    subject: key(&row.subject),
+                    point: row.point,
+                    value,
                 });
             }
         }
-        let mut weights = vec![0.0; rows.len()];
-        for step in context..=last {
-            spread_weight(&rows, step, &mut weights);
+        #[allow(clippy::cast_precision_loss)] // a handful of repeats
+        let repeats = row.repeats.max(1) as f64;
+        let (rows, at, sequences) = match row.point {
+            Point::Prefill { tokens, sequences } => (&mut self.prefill, tokens, sequences),
+            Point::Decode { context, sequences } => (&mut self.decode, context, sequences),
+        };
+        let row = Row {
+            sequences,
+            at,
+            median: row.median_ms,
+            error: ERROR_OF_MEDIAN * row.spread_ms / repeats.sqrt(),
+        };
+        let place = rows.partition_point(|known| (known.sequences, known.at) < (sequences, at));
+        match rows.get_mut(place) {
+            // The first of two rows at one point counts.
+            Some(known) if (known.sequences, known.at) == (sequences, at) => {}
+            _ => rows.insert(place, row),
         }
-        let median = rows
+        Ok(())
+    }
+
+    /// Whether there is any row of this kind of load.
+    pub(super) fn has(&self, load: Load) -> bool {
+        !self.rows(load).is_empty()
+    }
+
+    fn rows(&self, load: Load) -> &[Row] {
+        match load {
+            Load::Prefill { .. } => &self.prefill,
+            Load::Decode { .. } => &self.decode,
+        }
+    }
+
+    /// The time under `load`: measured there, or on straight lines between the tokens or contexts and between the
+    /// numbers of sequences that were.
+    pub(super) fn at(&self, load: Load, extrapolate: bool) -> std::result::Result<Sampled, Outside> {
+        let between_loads = Source::Loads(self.index);
+        let each = self
+            .rows(load)
+            .chunk_by(|one, other| one.sequences == other.sequences);
+        let ways = each.map(|rows| {
+            let time = match load {
+                Load::Prefill { tokens, .. } => {
+                    let points: Vec<_> = rows.iter().map(|row| (row.at, self.sampled(row))).collect();
+                    between(&points, tokens, between_loads, extrapolate)
+                }
+                Load::Decode { context, steps, .. } => self.run(rows, context, steps, extrapolate),
+            };
+            (rows.first().map_or(0, |row| row.sequences), time)
+        });
+        let (Load::Prefill { sequences, .. } | Load::Decode { sequences, .. }) = load;
+        across(ways.collect(), sequences, between_loads, extrapolate)
+    }
+
+    fn sampled(&self, row: &Row) -> Sampled {
+        Sampled::new(row.median, Source::Rows(self.index), row.error)
+    }
+
+    /// Total of `steps` decode steps from `context` on. Time is linear in context between measured ones. Each row
+    /// enters with the sum of its weights, so that its error does too; different rows were timed apart.
+    fn run(
+        &self,
+        rows: &[Row],
+        context: usize,
+        steps: usize,
+        extrapolate: bool,
+    ) -> std::result::Result<Sampled, Outside> {
+        let last = context.saturating_add(steps.saturating_sub(1));
+        let shortest = rows.first().map_or(0, |row| row.at);
+        let longest = rows.last().map_or(0, |row| row.at);
+        let mut asked = [context, last].into_iter();
+        if let Some(asked) = asked.find(|end| *end < shortest || *end > longest)
+            && (!extrapolate || rows.len() < 2)
+        {
+            return Err(Outside {
+                axis: 0,
+                asked,
+                least: shortest,
+                most: longest,
+            });
+        }
+        let total = |weights: &[f64]| -> f64 {
+            rows.iter()
+                .zip(weights)
+                .map(|(row, weight)| row.median * weight)
+                .sum()
+        };
+        let weights = weights(rows, context, last);
+        let squares = rows
             .iter()
             .zip(&weights)
-            .map(|((_, time), weight)| time.median * weight)
-            .sum();
-        let variance: f64 = rows
-            .iter()
-            .zip(&weights)
-            .map(|((_, time), weight)| (time.error * weight).powi(2))
-            .sum();
-        Ok(Time {
-            median,
-            error: variance.sqrt(),
-        })
+            .map(|(row, weight)| (row.error * weight).powi(2));
+        let value = total(&weights).max(0.0);
+        let mut found = Sampled::new(value, Source::Rows(self.index), squares.sum::<f64>().sqrt());
+        if context < shortest || last > longest {
+            // What lies beyond is in doubt by all that it adds to standing still at the end.
+            let inner = weights_clamped(rows, context, last);
+            found.add_error(Source::Loads(self.index), (value - total(&inner)).abs());
+        }
+        Ok(found)
     }
 }
 
-/// Adds the linear interpolation weights of `context` to its two neighbours' (one, where it was measured).
+/// Sums of the linear interpolation weights of every context from `first` to `last`, for each row.
 #[allow(clippy::cast_precision_loss)] // contexts are far below 2^53
-fn spread_weight(rows: &[(usize, Time)], context: usize, weights: &mut [f64]) {
-    let above = rows.partition_point(|(measured, _)| *measured < context);
-    let Some(&(high, _)) = rows.get(above) else { return };
-    let share = match above.checked_sub(1).and_then(|below| rows.get(below)) {
-        Some(&(low, _)) if high > context => (context - low) as f64 / (high - low) as f64,
-        _ => 1.0,
-    };
-    if let Some(weight) = weights.get_mut(above) {
-        *weight += share;
+fn weights(rows: &[Row], first: usize, last: usize) -> Vec<f64> {
+    let mut weights = vec![0.0; rows.len()];
+    if rows.len() == 1 {
+        weights.fill((last - first + 1) as f64);
+        return weights;
     }
-    if let Some(weight) = above.checked_sub(1).and_then(|below| weights.get_mut(below)) {
-        *weight += 1.0 - share;
+    for (index, pair) in rows.windows(2).enumerate() {
+        let [low, high] = pair else { continue };
+        // A context that was measured belongs to the line that begins there; the ends reach beyond.
+        let from = if index == 0 { first } else { first.max(low.at) };
+        let to = if index + 2 == rows.len() {
+            last
+        } else {
+            last.min(high.at - 1)
+        };
+        if from > to {
+            continue;
+        }
+        let count = (to - from + 1) as f64;
+        // The mean of evenly spaced shares is that of the first and the last.
+        let mean = (share(low.at, high.at, from) + share(low.at, high.at, to)) / 2.0;
+        for (place, weight) in [(index, 1.0 - mean), (index + 1, mean)] {
+            if let Some(sum) = weights.get_mut(place) {
+                *sum += count * weight;
+            }
+        }
     }
+    weights
 }
 
-/// A name that tells shapes apart wherever their time could differ.
+/// The same with every context beyond the measured ones counted as the nearest measured.
+#[allow(clippy::cast_precision_loss)] // contexts are far below 2^53
+fn weights_clamped(rows: &[Row], first: usize, last: usize) -> Vec<f64> {
+    let (Some(low), Some(high)) = (rows.first(), rows.last()) else {
+        return Vec::new();
+    };
+    let (from, to) = (first.max(low.at), last.min(high.at));
+    let mut inner = if from <= to {
+        weights(rows, from, to)
+    } else {
+        vec![0.0; rows.len()]
+    };
+    let below = low.at.min(last + 1).saturating_sub(first);
+    let above = (last + 1).saturating_sub((high.at + 1).max(first));
+    if let Some(weight) = inner.first_mut() {
+        *weight += below as f64;
+    }
+    if let Some(weight) = inner.last_mut() {
+        *weight += above as f64;
+    }
+    inner
+}
+
+/// A name that tells subjects apart wherever their time could differ.
 pub(super) fn key(subject: &Subject) -> String {
     match subject {
         Subject::Base { vocab_size } => format!("base of {vocab_size} entries"),
@@ -157,6 +249,6 @@ pub(super) fn key(subject: &Subject) -> String {
 }
 
 /// [`key`] of a block.
-pub(super) fn block_key(shape: &BlockShape) -> String {
+pub(super) fn block_key(shape: &espalier_arch::BlockShape) -> String {
     format!("{shape:?}")
 }

@@ -4,7 +4,7 @@
 use super::*;
 use crate::fixtures::{attention, f32, mlp, small, table};
 use crate::{CostTable, Measurement, Metric, Subject, Summary};
-use espalier_arch::{Candidate, Variant};
+use espalier_arch::{BlockShape, Candidate, Variant};
 
 const WORKLOAD: Workload = Workload {
     prompt_tokens: 10,
@@ -38,7 +38,11 @@ fn times() -> CostTable {
 }
 
 fn model(measured: Option<&Measurement>) -> CostModel {
-    CostModel::new(&times(), &WORKLOAD, &small(), f32(), measured).unwrap()
+    let whole = measured.map(|measurement| crate::Whole {
+        measurement,
+        workload: &WORKLOAD,
+    });
+    CostModel::new(&times(), &WORKLOAD, &small(), f32(), whole).unwrap()
 }
 
 fn close(value: Option<f64>, expected: f64) {
@@ -139,6 +143,7 @@ fn corrections_scale_times_and_the_parents_other_memory_stays() {
         decode: 0.5,
         memory_bytes: 7.0,
     });
+    let corrected = corrected.unwrap();
     let figures = corrected.predict(&small()).unwrap().figures;
     close(figures.first_token_ms, 38.0);
     close(figures.latency_ms, 38.0 + 10.3);
@@ -147,10 +152,7 @@ fn corrections_scale_times_and_the_parents_other_memory_stays() {
 
 #[test]
 fn a_floor_on_throughput_is_a_ceiling_on_the_sum_of_latencies() {
-    let limit = crate::AbsoluteLimit {
-        metric: Metric::Throughput,
-        value: 250.0,
-    };
+    let limit = crate::AbsoluteLimit::new(Metric::Throughput, 250.0);
     assert_eq!(model(None).sum_limit(&limit), 40.0);
 }
 
@@ -164,5 +166,220 @@ fn times_are_never_extrapolated_nor_guessed() {
     let message = model_of_longer.predict(&small()).unwrap_err().to_string();
     assert!(message.contains("contexts 10 to 13, but 14"), "{message}");
     let message = model(None).block_costs(Some(&mlp(32))).unwrap_err().to_string();
+    assert!(message.contains("channels 64 to 64, but 32"), "{message}");
+    let mut biased = mlp(64);
+    if let BlockShape::Mlp(mlp) = &mut biased {
+        mlp.bias = true;
+    }
+    let message = model(None).block_costs(Some(&biased)).unwrap_err().to_string();
     assert!(message.contains("profile it first"), "{message}");
+}
+
+/// A table of MLPs of these widths and times, prefill only, each with this spread, and a base of nothing.
+fn widths(times: &[(usize, f64)], spread: f64) -> CostTable {
+    let prefill = Point::Prefill {
+        tokens: 10,
+        sequences: 2,
+    };
+    let base = (Subject::Base { vocab_size: 100 }, prefill, 0.0, 0.0);
+    let rows = times
+        .iter()
+        .map(|(channels, time)| (Subject::Block(mlp(*channels)), prefill, *time, spread));
+    table(&rows.chain([base]).collect::<Vec<_>>())
+}
+
+const PROMPTS: Workload = Workload {
+    output_tokens: 1,
+    ..WORKLOAD
+};
+
+/// The time of three MLPs of so many channels, and its error.
+fn priced(table: &CostTable, channels: usize) -> crate::Result<(f64, f64)> {
+    let mut model = small();
+    model
+        .blocks
+        .retain(|block| matches!(block.shape, BlockShape::Mlp(_)));
+    for block in &mut model.blocks {
+        block.shape = mlp(channels);
+    }
+    let costs = CostModel::new(table, &PROMPTS, &small(), f32(), None)?;
+    let prediction = costs.predict(&model)?;
+    let of = |figures: crate::Figures| figures.latency_ms.unwrap();
+    Ok((of(prediction.figures), of(prediction.errors)))
+}
+
+#[test]
+fn between_widths_times_are_linear_and_the_error_is_how_far_measured_ones_lie_off_their_neighbours_line() {
+    let straight = widths(&[(32, 1.0), (64, 2.0), (128, 4.0)], 0.0);
+    assert_eq!(priced(&straight, 96).unwrap(), (9.0, 0.0));
+    // Without the middle 32 and 128 give 2 at 64, half a millisecond less than measured: for each of three blocks.
+    let bent = widths(&[(32, 1.0), (64, 2.5), (128, 4.0)], 0.0);
+    assert_eq!(priced(&bent, 96).unwrap(), (9.75, 1.5));
+    // Two points leave nothing out: a width between lies anywhere between.
+    let two = widths(&[(32, 1.0), (64, 3.0)], 0.0);
+    assert_eq!(priced(&two, 48).unwrap(), (6.0, 3.0));
+}
+
+#[test]
+fn an_interpolated_width_has_the_spread_of_its_neighbours_too() {
+    let exact = priced(&widths(&[(32, 1.0), (64, 2.0), (128, 4.0)], 0.1), 64)
+        .unwrap()
+        .1;
+    let between = priced(&widths(&[(32, 1.0), (64, 2.0), (128, 4.0)], 0.1), 96)
+        .unwrap()
+        .1;
+    // Half of each of two independent errors, three times.
+    assert!(
+        (between - exact / 2.0_f64.sqrt()).abs() < 1e-9,
+        "{between} of {exact}"
+    );
+}
+
+#[test]
+fn beyond_the_measured_widths_there_is_a_time_only_where_it_is_asked_for_and_in_doubt() {
+    let table = widths(&[(32, 1.0), (64, 2.0)], 0.0);
+    let message = priced(&table, 96).unwrap_err().to_string();
+    assert!(message.contains("channels 32 to 64, but 96"), "{message}");
+    let costs = CostModel::new(&table, &PROMPTS, &small(), f32(), None).unwrap();
+    let costs = costs.extrapolating().unwrap();
+    assert_eq!(costs.block_costs(Some(&mlp(96))).unwrap().latency_ms, 3.0);
+}
+
+#[test]
+fn attention_lies_between_its_neighbours_in_groups() {
+    let prefill = Point::Prefill {
+        tokens: 10,
+        sequences: 2,
+    };
+    let table = table(&[
+        (Subject::Base { vocab_size: 100 }, prefill, 0.0, 0.0),
+        (Subject::Block(attention(1)), prefill, 1.0, 0.0),
+        (Subject::Block(attention(4)), prefill, 4.0, 0.0),
+    ]);
+    let costs = CostModel::new(&table, &PROMPTS, &small(), f32(), None).unwrap();
+    let found = costs.block_costs(Some(&attention(2))).unwrap();
+    assert!((found.latency_ms - 2.0).abs() < 1e-12, "{}", found.latency_ms);
+    let message = costs.block_costs(Some(&attention(5))).unwrap_err().to_string();
+    assert!(message.contains("key/value groups 1 to 4, but 5"), "{message}");
+}
+
+#[test]
+fn a_prompt_between_measured_ones_and_a_batch_between_measured_ones_lie_on_lines() {
+    let prefill = |tokens, sequences| Point::Prefill { tokens, sequences };
+    let base = || Subject::Base { vocab_size: 100 };
+    let table = table(&[
+        (base(), prefill(8, 1), 1.0, 0.0),
+        (base(), prefill(16, 1), 2.0, 0.0),
+        (base(), prefill(8, 4), 4.0, 0.0),
+        (base(), prefill(16, 4), 8.0, 0.0),
+    ]);
+    let first = |prompt_tokens, concurrency| {
+        let workload = Workload {
+            prompt_tokens,
+            output_tokens: 1,
+            concurrency,
+        };
+        let costs = CostModel::new(&table, &workload, &small(), f32(), None).unwrap();
+        costs.base_costs(&small()).map(|costs| costs.first_token_ms)
+    };
+    assert_eq!(first(12, 1).unwrap(), 1.5);
+    assert_eq!(first(12, 4).unwrap(), 6.0);
+    assert_eq!(first(12, 2).unwrap(), 3.0);
+    let message = first(20, 1).unwrap_err().to_string();
+    assert!(message.contains("prompts of tokens 8 to 16, but 20"), "{message}");
+    let message = first(12, 5).unwrap_err().to_string();
+    assert!(message.contains("sequences 1 to 4, but 5"), "{message}");
+}
+
+/// [`times`] with a floor of 20 ms under the first token and 6 under each step.
+fn floored() -> CostTable {
+    let mut floored = times();
+    let floor = table(&[
+        (
+            Subject::HostFloor,
+            Point::Prefill {
+                tokens: 10,
+                sequences: 2,
+            },
+            20.0,
+            0.0,
+        ),
+        (
+            Subject::HostFloor,
+            Point::Decode {
+                context: 10,
+                sequences: 2,
+            },
+            6.0,
+            0.0,
+        ),
+        (
+            Subject::HostFloor,
+            Point::Decode {
+                context: 13,
+                sequences: 2,
+            },
+            6.0,
+            0.0,
+        ),
+    ]);
+    floored.rows.extend(floor.rows);
+    floored
+}
+
+#[test]
+fn a_step_takes_the_longer_of_the_devices_sum_and_the_hosts_floor() {
+    let costs = CostModel::new(&floored(), &WORKLOAD, &small(), f32(), None).unwrap();
+    let prediction = costs.predict(&small()).unwrap();
+    // The device takes 19 ms and 20.6 ms for four steps, the host 20 and 24.
+    close(prediction.figures.first_token_ms, 20.0);
+    close(prediction.figures.per_token_ms, 6.0);
+    close(prediction.figures.latency_ms, 44.0);
+    close(prediction.device.unwrap().latency_ms, 39.6);
+    let limit = |value| crate::AbsoluteLimit::new(Metric::Latency, value);
+    assert_eq!(
+        costs.constraints(&limit(50.0)),
+        [
+            (Metric::Latency, 50.0),
+            (Metric::FirstToken, 26.0),
+            (Metric::PerToken, 7.5)
+        ]
+    );
+    assert!(costs.constraints(&limit(43.0)).contains(&(Metric::Latency, -1.0)));
+    assert!(model(None).predict(&small()).unwrap().device.is_none());
+}
+
+#[test]
+fn continuous_batching_shares_steps_among_those_that_run_and_counts_their_state_alone() {
+    let mut continuous = times();
+    continuous.key.engine = "vllm".to_owned();
+    let mut costs = CostModel::new(&continuous, &WORKLOAD, &small(), f32(), None).unwrap();
+    // Without a prompt by itself its share of two: 19 ms for both, and 20.6 ms of steps that both share.
+    let both = costs.predict(&small()).unwrap().figures;
+    close(both.throughput_tokens_per_second, 2.0 * 5.0 / 0.0396);
+    let whole = both.memory_bytes.unwrap();
+    costs.run_together(1).unwrap();
+    let message = costs.predict(&small()).unwrap_err().to_string();
+    assert!(message.contains("sequences 2 to 2, but 1"), "{message}");
+    for (subject, milliseconds) in [
+        (Subject::Base { vocab_size: 100 }, 0.1),
+        (Subject::Block(attention(2)), 0.5),
+        (Subject::Block(mlp(64)), 0.25),
+    ] {
+        for context in [10, 13] {
+            let point = Point::Decode {
+                context,
+                sequences: 1,
+            };
+            continuous
+                .rows
+                .extend(table(&[(subject.clone(), point, milliseconds, 0.0)]).rows);
+        }
+    }
+    let mut costs = CostModel::new(&continuous, &WORKLOAD, &small(), f32(), None).unwrap();
+    costs.run_together(1).unwrap();
+    let one = costs.predict(&small()).unwrap().figures;
+    // Each request has its own four steps of 3 · 0.75 + 0.1 ms, and 9.5 ms of prefill.
+    close(one.throughput_tokens_per_second, 5.0 / (0.0095 + 4.0 * 0.00235));
+    close(one.memory_bytes, whole - 3.0 * 2.0 * 16.0 * 15.0 * 4.0);
 }

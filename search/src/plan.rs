@@ -1,0 +1,413 @@
+//! Answers to other questions from what was measured once: other limits, workloads and devices, each with the front of
+//! quality against the limit, the limit that binds, and what relaxing it would buy.
+
+use espalier_arch::{Architecture, Candidate, Variant};
+use serde::{Deserialize, Serialize};
+
+use crate::heterogeneous::{Choice, Fitted, FrontPoint, Library, Question, Reachable, choose};
+use crate::solver::Options;
+use crate::{
+    AbsoluteLimit, CostKey, CostModel, CostTable, Figures, Limits, MemoryModel, Metric, Prediction, Result,
+    Score, Whole, Workload,
+};
+
+/// A limit is relaxed by this share to see what that buys.
+const RELAXED: f64 = 0.05;
+const GIB: f64 = 1024.0 * 1024.0 * 1024.0;
+
+/// What was found out about one parent.
+#[derive(Debug, Clone)]
+pub struct Known {
+    /// The model that is compressed.
+    pub parent: Architecture,
+    /// The variants of each block that were scored, whole first.
+    pub variants: Vec<Vec<Variant>>,
+    /// What each loses.
+    pub scores: Vec<Score>,
+}
+
+impl Known {
+    /// Of everything that was scored.
+    pub fn new(parent: Architecture, scores: Vec<Score>) -> Self {
+        let mut variants = vec![vec![Variant::Whole]; parent.blocks.len()];
+        for score in &scores {
+            if let Some(block) = variants.get_mut(score.block)
+                && !block.contains(&score.variant)
+            {
+                block.push(score.variant.clone());
+            }
+        }
+        Self {
+            parent,
+            variants,
+            scores,
+        }
+    }
+}
+
+/// What a model is to be fitted to.
+#[derive(Debug, Clone, Copy)]
+pub struct Target<'a> {
+    /// What blocks cost there.
+    pub table: &'a CostTable,
+    /// How weights and state are stored there.
+    pub memory: MemoryModel,
+    /// The parent measured whole there.
+    pub whole: Option<Whole<'a>>,
+    /// What is asked of the served model.
+    pub workload: Workload,
+    /// What it must stay inside.
+    pub limits: &'a Limits,
+    /// Whether lines are drawn on beyond what was measured.
+    pub extrapolate: bool,
+}
+
+/// How one limit stands.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Standing {
+    /// The limit.
+    pub limit: AbsoluteLimit,
+    /// What the choice is predicted to have.
+    pub value: f64,
+    /// Its standard error.
+    pub error: f64,
+    /// Share of the limit that is used; 1 is all of it.
+    pub used: f64,
+    /// Whether relaxing it, and no other, buys the most quality for its share.
+    pub binding: bool,
+    /// What relaxing it would buy.
+    pub price: Option<Price>,
+}
+
+/// What relaxing a limit buys: the difference to a choice at the relaxed one.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Price {
+    /// The relaxed limit.
+    pub relaxed: f64,
+    /// Sum of scores there, nats a token.
+    pub score: f64,
+    /// Nats a token for each unit: a millisecond, a GiB, a token a second, a million parameters.
+    pub per_unit: f64,
+}
+
+/// A choice, and how it stands.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Chosen {
+    /// One variant for each block.
+    pub candidate: Candidate,
+    /// Sum of its variants' scores, nats a token.
+    pub score: f64,
+    /// Standard error of the sum.
+    pub score_error: f64,
+    /// No candidate inside the limits has a lower sum.
+    pub score_bound: f64,
+    /// What it will cost, with standard errors.
+    pub prediction: Prediction,
+    /// The largest share of a timed limit that was left as margin.
+    pub margin: f64,
+    /// Sequences that run together.
+    pub running: usize,
+    /// Parameters in all.
+    pub parameters: u64,
+    /// Each limit.
+    pub limits: Vec<Standing>,
+    /// Which metric the front runs over: the binding limit's.
+    pub front_metric: Metric,
+    /// Quality against it, the other limits kept.
+    pub front: Vec<FrontPoint>,
+}
+
+/// The answer for one target.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Answer {
+    /// What the times are true for.
+    pub target: CostKey,
+    /// What was asked of the served model.
+    pub workload: Workload,
+    /// The limits in their units.
+    pub limits: Vec<AbsoluteLimit>,
+    /// The parent there: measured where it was under this workload, predicted otherwise.
+    pub parent: Figures,
+    /// Whether `parent` was measured.
+    pub parent_measured: bool,
+    /// The choice; none where no candidate is inside.
+    pub chosen: Option<Chosen>,
+    /// Where there is none, what can be reached.
+    pub reachable: Vec<Reachable>,
+}
+
+/// Answers for one target, with a front of `front` points.
+///
+/// # Errors
+/// When the table does not hold what is asked for, or a limit is a share of what is not known.
+pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Options) -> Result<Answer> {
+    let mut model = CostModel::new(
+        target.table,
+        &target.workload,
+        &known.parent,
+        target.memory,
+        target.whole,
+    )?;
+    if target.extrapolate {
+        model = model.extrapolating()?;
+    }
+    let (parent, parent_measured) = parent(known, target, &model)?;
+    let limits = target.limits.resolve(&parent)?;
+    let mut asking = Asking {
+        known,
+        model,
+        options,
+    };
+    let (chosen, reachable) = match asking.fit(&limits)? {
+        Fitted::Impossible(reachable) => (None, reachable),
+        Fitted::Found(choices) => match choices.into_iter().next() {
+            Some(choice) => (Some(asking.chosen(choice, &limits, front)?), Vec::new()),
+            None => (None, Vec::new()),
+        },
+    };
+    Ok(Answer {
+        target: target.table.key.clone(),
+        workload: target.workload,
+        limits,
+        parent,
+        parent_measured,
+        chosen,
+        reachable,
+    })
+}
+
+/// What the parent itself has there. What it was measured to have under another workload says nothing of its times.
+fn parent(known: &Known, target: &Target<'_>, model: &CostModel) -> Result<(Figures, bool)> {
+    let predicted = model.predict(&known.parent)?.figures;
+    match target.whole {
+        Some(whole) if *whole.workload == target.workload => {
+            let parameters = known.parent.parameters().in_blocks();
+            Ok((Figures::measured(whole.measurement, parameters), true))
+        }
+        _ => Ok((predicted, false)),
+    }
+}
+
+struct Asking<'a> {
+    known: &'a Known,
+    model: CostModel,
+    options: &'a Options,
+}
+
+impl Asking<'_> {
+    fn fit(&mut self, limits: &[AbsoluteLimit]) -> Result<Fitted> {
+        let question = Question {
+            parent: &self.known.parent,
+            variants: &self.known.variants,
+            scores: Some(&self.known.scores),
+            limits,
+            count: 1,
+            distance: 1,
+        };
+        choose(&question, &mut self.model, self.options)
+    }
+
+    fn chosen(&mut self, choice: Choice, limits: &[AbsoluteLimit], front: usize) -> Result<Chosen> {
+        let mut standings = Vec::with_capacity(limits.len());
+        for (place, limit) in limits.iter().enumerate() {
+            let value = choice.prediction.figures.get(limit.metric).unwrap_or(0.0);
+            standings.push(Standing {
+                limit: *limit,
+                value,
+                error: choice.prediction.errors.get(limit.metric).unwrap_or(0.0),
+                used: limit.use_of(value),
+                binding: false,
+                price: self.price(&choice, limits, place)?,
+            });
+        }
+        // The same share of each: what buys the most of it binds. Where none buys anything, the fullest does.
+        let gain = |standing: &Standing| standing.price.map_or(0.0, |price| choice.score - price.score);
+        let binding = standings.iter_mut().max_by(|one, other| {
+            (gain(one), one.used)
+                .partial_cmp(&(gain(other), other.used))
+                .unwrap_or(std::cmp::Ordering::Equal)
+        });
+        let front_metric = binding.map_or(Metric::Latency, |standing| {
+            standing.binding = true;
+            standing.limit.metric
+        });
+        self.model.run_together(choice.running)?;
+        let others: Vec<AbsoluteLimit> = limits
+            .iter()
+            .filter(|limit| limit.metric != front_metric)
+            .copied()
+            .collect();
+        let architecture = self.known.parent.with_candidate(&choice.candidate)?;
+        Ok(Chosen {
+            score: choice.score,
+            score_error: self.score_error(&choice.candidate),
+            score_bound: choice.score_bound,
+            prediction: choice.prediction,
+            margin: choice.margin,
+            running: choice.running,
+            parameters: architecture.parameters().total,
+            limits: standings,
+            front_metric,
+            front: self.front(front_metric, &others, front)?,
+            candidate: choice.candidate,
+        })
+    }
+
+    fn front(&self, metric: Metric, others: &[AbsoluteLimit], points: usize) -> Result<Vec<FrontPoint>> {
+        if points == 0 {
+            return Ok(Vec::new());
+        }
+        let known = self.known;
+        let library = Library::new(&known.parent, known.variants.clone(), &known.scores, &self.model)?;
+        let coarse = Options {
+            relative_gap: self.options.relative_gap.max(1e-3),
+            ..*self.options
+        };
+        library.front(metric, others, points, &coarse)
+    }
+
+    /// Solves again with one limit relaxed.
+    fn price(&mut self, choice: &Choice, limits: &[AbsoluteLimit], place: usize) -> Result<Option<Price>> {
+        let mut relaxed = limits.to_vec();
+        let Some(limit) = relaxed.get_mut(place) else {
+            return Ok(None);
+        };
+        let before = limit.value;
+        limit.value *= if limit.metric.more_is_better() {
+            1.0 - RELAXED
+        } else {
+            1.0 + RELAXED
+        };
+        let (metric, value) = (limit.metric, limit.value);
+        let Fitted::Found(choices) = self.fit(&relaxed)? else {
+            return Ok(None);
+        };
+        let Some(better) = choices.first() else {
+            return Ok(None);
+        };
+        let unit = match metric {
+            Metric::Memory => GIB,
+            Metric::BlockParameters => 1e6,
+            _ => 1.0,
+        };
+        // Margins follow errors, which differ from choice to choice: what is allowed to be more costs nothing.
+        let score = better.score.min(choice.score);
+        Ok(Some(Price {
+            relaxed: value,
+            score,
+            per_unit: (choice.score - score) / ((value - before).abs() / unit),
+        }))
+    }
+
+    /// Scores of different blocks were measured on the same text, but their errors are taken as independent.
+    fn score_error(&self, candidate: &Candidate) -> f64 {
+        let each = candidate
+            .variants
+            .iter()
+            .enumerate()
+            .filter_map(|(block, variant)| {
+                let mut scores = self.known.scores.iter();
+                scores.find(|score| score.block == block && score.variant == *variant)
+            });
+        each.map(|score| score.standard_error.powi(2)).sum::<f64>().sqrt()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic, clippy::cast_precision_loss)]
+    use super::*;
+    use crate::fixtures::{f32, prompts, small};
+
+    /// [`small`], whose block `b` loses `b + 1` for each size it goes down.
+    fn known() -> Known {
+        let space = crate::Space {
+            mlp_grid: Some(32),
+            ..crate::Space::default()
+        };
+        let variants = space.all_variants(&small()).unwrap();
+        let mut scores = Vec::new();
+        for (block, variants) in variants.iter().enumerate() {
+            for (step, variant) in variants.iter().enumerate().skip(1) {
+                scores.push(Score {
+                    block,
+                    variant: variant.clone(),
+                    divergence: (block as f64 + 1.0) * step as f64,
+                    standard_error: 0.1,
+                    tokens: 1,
+                });
+            }
+        }
+        Known::new(small(), scores)
+    }
+
+    fn ask(limits: &str, change: impl Fn(&mut Target<'_>)) -> Result<Answer> {
+        let (workload, table) = prompts();
+        let limits: Limits = serde_json::from_str(limits).unwrap();
+        let mut target = Target {
+            table: &table,
+            memory: f32(),
+            whole: None,
+            workload,
+            limits: &limits,
+            extrapolate: false,
+        };
+        change(&mut target);
+        answer(&known(), &target, 8, &Options::default())
+    }
+
+    #[test]
+    fn the_limit_whose_relaxing_buys_quality_binds_and_has_a_price() {
+        // 31 ms whole; memory is far away. 23 ms needs a loss of 6 (see `heterogeneous`), 24.15 one of 4.
+        let answer = ask(r#"{"latency": "23ms", "memory": "3GiB"}"#, |_| {}).unwrap();
+        let chosen = answer.chosen.unwrap();
+        assert_eq!(chosen.score, 6.0);
+        let [latency, memory] = chosen.limits[..] else {
+            panic!("two limits")
+        };
+        assert!(latency.binding && !memory.binding);
+        let price = latency.price.unwrap();
+        assert!(price.score < 6.0 && price.per_unit > 0.0, "{price:?}");
+        assert!(
+            (price.per_unit - (6.0 - price.score) / 1.15).abs() < 1e-9,
+            "{price:?}"
+        );
+        assert_eq!(memory.price.unwrap().per_unit, 0.0);
+        assert!(!answer.parent_measured);
+        assert_eq!(answer.parent.latency_ms, Some(31.0));
+    }
+
+    #[test]
+    fn the_front_falls_from_what_can_be_reached_to_the_parent_and_keeps_the_other_limits() {
+        let free = ask(r#"{"latency": "90%"}"#, |_| {}).unwrap().chosen.unwrap();
+        assert_eq!(free.front_metric, Metric::Latency);
+        for pair in free.front.windows(2) {
+            assert!(pair[0].score > pair[1].score && pair[0].value < pair[1].value);
+        }
+        assert_eq!(free.front.last().unwrap().score, 0.0);
+        let tight = ask(r#"{"latency": "60%", "block_parameters": "80%"}"#, |_| {}).unwrap();
+        let tight = tight.chosen.unwrap();
+        assert!(
+            tight.front.last().unwrap().score > 0.0,
+            "fewer parameters cost quality too"
+        );
+    }
+
+    #[test]
+    fn what_cannot_be_reached_is_answered_with_what_can() {
+        let answer = ask(r#"{"latency": "0.5ms"}"#, |_| {}).unwrap();
+        assert!(answer.chosen.is_none());
+        assert_eq!(answer.reachable[0].alone, 1.0);
+    }
+
+    #[test]
+    fn a_workload_that_was_not_measured_is_refused_by_what_is_missing() {
+        let longer = |target: &mut Target<'_>| target.workload.prompt_tokens = 8;
+        let message = ask(r#"{"latency": "90%"}"#, longer).unwrap_err().to_string();
+        assert!(message.contains("prompts of tokens 4 to 4, but 8"), "{message}");
+    }
+}
