@@ -340,6 +340,23 @@ class Pure(unittest.TestCase):
             Path(work, "model.safetensors").write_bytes(bytes(77))
             self.assertEqual(needs.weight_bytes({}, work, "bf16"), 77)
 
+    def test_the_most_that_was_held_is_seen_after_it_was_given_back_and_forgotten_once_told(self):
+        for marked in (True, False):
+            peak = memory.Peak()
+            if marked and not peak.marked:
+                continue
+            peak.marked = marked
+            peak.start()
+            peak.take()
+            taken = bytearray(64 << 20)
+            time.sleep(0 if marked else 1)
+            del taken
+            held, most = peak.take()
+            self.assertGreater(most - held, 60 << 20)
+            self.assertLess(most - held, 80 << 20)
+            held, most = peak.take()
+            self.assertLess(most - held, 8 << 20)
+
     def test_memory_of_a_control_group_leaves_out_files_that_can_be_dropped(self):
         with tempfile.TemporaryDirectory() as work:
             for name, text in (("max", "1000"), ("current", "700"), ("stat", "anon 400\ninactive_file 250\n")):
@@ -350,11 +367,13 @@ class Pure(unittest.TestCase):
             self.assertIsNone(memory.ControlGroup(Path(work)).most)
 
     def test_prompts_are_the_same_in_each_run_and_begin_differently(self):
-        first = [prompts.tokens(number, 16, 100) for number in range(200)]
-        self.assertEqual(first, [prompts.tokens(number, 16, 100) for number in range(200)])
-        self.assertEqual(len({tuple(each) for each in first}), 200)
-        self.assertTrue(all(3 <= token < 100 for each in first for token in each))
-        self.assertEqual(prompts.tokens(5, 3, 1), [0, 0, 0])
+        first, again = (prompts.Prompts(100, 64) for _ in range(2))
+        found = [first.take(number, 16) for number in range(4096)]
+        self.assertEqual(found, [again.take(number, 16) for number in range(4096)])
+        self.assertEqual(len({tuple(each) for each in found}), 4096)
+        self.assertTrue(all(3 <= token < 100 for each in found for token in each))
+        self.assertEqual(len(first.take(4095, 64)), 64)
+        self.assertEqual(prompts.Prompts(1, 4).take(5, 3), [0, 0, 0])
 
     def test_level_lengths_make_up_for_sequences_that_run_ahead(self):
         for sequences, length, budget in ((8, 40, 64), (64, 1000, 2048), (16, 4000, 8192), (64, 128, 512), (1, 1, 2)):

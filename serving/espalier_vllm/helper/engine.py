@@ -17,9 +17,10 @@ from unittest import mock
 
 import espalier_vllm
 
-from . import PROTOCOL, device, memory, needs, prompts
+from . import PROTOCOL, device, memory, needs
 from .clock import HostClock
 from .failure import Failure, invalid
+from .prompts import Prompts
 
 TESTED = ("0.26", "0.32")
 DTYPES = {"bf16": "bfloat16", "f32": "float32"}
@@ -112,7 +113,7 @@ class Platform:
                 directory = work
                 Path(work, "config.json").write_text(json.dumps(fields["config"]))
             try:
-                engine = Engine(directory, fields, self)
+                engine = Engine(directory, fields, self, stage)
             except Exception:
                 self.give_back()
                 raise
@@ -189,7 +190,7 @@ def cpu_head_sizes():
 class Engine:
     """One model in vLLM, driven step by step in this process."""
 
-    def __init__(self, directory, fields, owner):
+    def __init__(self, directory, fields, owner, stage):
         from vllm import LLM, SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -213,7 +214,7 @@ class Engine:
             options["block_size"] = fields["block_tokens"]
         if fields["graph_sizes"] is not None:
             options["compilation_config"] = {"cudagraph_capture_sizes": sorted(set(fields["graph_sizes"]))}
-        with weights_counted() as counted:
+        with weights_counted(stage) as counted:
             self.llm = LLM(str(directory), **options)
         self.owner = owner
         self.weight_bytes = counted[0]
@@ -237,6 +238,7 @@ class Engine:
             **{"output_kind": RequestOutputKind.DELTA, **more},
         )
         self.whole = RequestOutputKind.FINAL_ONLY
+        self.prompts = Prompts(self.vocabulary, fields["max_context"])
         self.asked, self.live, self.lost = 0, set(), {}
 
     def attention_layers(self):
@@ -285,8 +287,7 @@ class Engine:
 
     def add(self, length, new_tokens):
         self.asked += 1
-        prompt = prompts.tokens(self.asked, length, self.vocabulary)
-        return self.ask(prompt, self.sampling(new_tokens))
+        return self.ask(self.prompts.take(self.asked, length), self.sampling(new_tokens))
 
     def ask(self, prompt, sampling):
         name = f"r{self.asked}"
@@ -375,7 +376,7 @@ def keep_shared(kept):
 
 
 @contextmanager
-def weights_counted():
+def weights_counted(stage):
     """While a model is loaded: the bytes of its tensors. vLLM then packs them for its kernels, out of sight."""
     from vllm.model_executor.model_loader import base_loader
 
@@ -387,6 +388,7 @@ def weights_counted():
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
         counted.append(sum(storages.values()))
+        stage("start")
         return whole(model, *arguments)
 
     with mock.patch.object(base_loader, "process_weights_after_loading", count):

@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-SAMPLE_EVERY = 0.02
+LOOK_EVERY = 0.02
 
 
 def proportional():
@@ -18,31 +18,61 @@ def proportional():
     raise OSError("/proc/self/smaps_rollup has no line 'Pss:'")
 
 
-class Sampler:
-    """Remembers the most that the process held, by a thread that looks."""
+def resident():
+    """Resident pages now and at most since this was last forgotten; None where the system does not say."""
+    found = {}
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        for line in file:
+            if line.startswith(("VmRSS:", "VmHWM:")):
+                found[line[:5]] = int(line.split()[1]) << 10
+    return (found["VmRSS"], found["VmHWM"]) if len(found) == 2 else None
+
+
+def forget_peak():
+    """Lets the system's own mark of the most that was resident begin again; whether it did."""
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return True
+
+
+class Peak:
+    """The most that the process held since it was last asked.
+
+    The system keeps a mark of the most that was ever resident, which misses nothing and costs no time; what others
+    share of it is taken to have been then as it is now. Where there is no such mark, or it cannot begin again, a thread
+    looks now and then.
+    """
 
     def __init__(self):
-        self.peak = proportional()
+        self.marked = resident() is not None and forget_peak()
+        self.seen = proportional()
         self.lock = threading.Lock()
-        self.thread = threading.Thread(target=self.look, name="memory", daemon=True)
 
     def start(self):
-        self.thread.start()
+        if not self.marked:
+            threading.Thread(target=self.look, name="memory", daemon=True).start()
 
     def look(self):
         while True:
-            took = time.perf_counter()
+            start = time.perf_counter()
             held = proportional()
             with self.lock:
-                self.peak = max(self.peak, held)
-            # Many mappings take long to sum up: no more than a twentieth of a processor goes into looking.
-            time.sleep(max(SAMPLE_EVERY, 20 * (time.perf_counter() - took)))
+                self.seen = max(self.seen, held)
+            # To sum up many mappings takes long: no more than a fiftieth of a processor goes into looking.
+            time.sleep(max(LOOK_EVERY, 50 * (time.perf_counter() - start)))
 
     def take(self):
         """Held now, and at most since this was last asked."""
         held = proportional()
+        if self.marked:
+            now, most = resident()
+            forget_peak()
+            return held, held + max(0, most - now)
         with self.lock:
-            peak, self.peak = max(self.peak, held), held
+            peak, self.seen = max(self.seen, held), held
         return held, peak
 
 

@@ -2,18 +2,24 @@
 
 # Token ids from the fourth on: the first are often special.
 FIRST_TOKEN = 3
+# Prompts of one length before they repeat.
+DIFFERENT = 4096
 
 
-def tokens(number, length, vocabulary):
-    """Tokens that look random, and are the same for one number in every run; different numbers begin differently."""
-    first = min(FIRST_TOKEN, vocabulary - 1)
-    state = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
-    found = []
-    for _ in range(length):
+class Prompts:
+    """Tokens that look random, the same in every run: windows of one list, since time passes while they are taken."""
+
+    def __init__(self, vocabulary, longest):
+        first = min(FIRST_TOKEN, vocabulary - 1)
         # Knuth's MMIX generator; its high bits are the good ones.
-        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
-        found.append(first + (state >> 33) % (vocabulary - first))
-    return found
+        state, self.tokens = 1, []
+        for _ in range(longest + DIFFERENT):
+            state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+            self.tokens.append(first + (state >> 33) % (vocabulary - first))
+
+    def take(self, number, length):
+        start = number % DIFFERENT
+        return self.tokens[start : start + length]
 
 
 def level_lengths(sequences, length, budget):

@@ -17,11 +17,11 @@ class Session:
         self.platform = platform
         self.engines = {}
         self.greeted = False
-        self.sampler = memory.Sampler()
+        self.peak = memory.Peak()
 
     def run(self):
         """Answers until the input ends or an error is fatal; the status to end with."""
-        self.sampler.start()
+        self.peak.start()
         for line in self.channel.lines():
             request, failure = requests.parse(line)
             if failure is not None:
@@ -98,7 +98,7 @@ class Session:
         )
 
     def memory(self, _fields, _stage):
-        held, peak = self.sampler.take()
+        held, peak = self.peak.take()
         return {"pss_bytes": held, "peak_pss_bytes": peak, "device": self.platform.memory()}
 
     def close(self, fields, stage):
