@@ -3,8 +3,8 @@
 //! [`Parent::open`] reads headers, config and tokenizer, never weights, and checks everything that can be
 //! checked without them: each tensor of the architecture is there, with its shape, in a type that can be
 //! read, inside a file that is long enough. [`Parent::load`] reads the weights as f32, [`SortedParent`] only a stage
-//! of them. Here live formats and
-//! their quirks; nothing here computes with a model or writes a checkpoint (see [`crate::export`]).
+//! of them, or one block after the other. Here live formats and their quirks; nothing here computes with a model or
+//! writes a checkpoint (see [`crate::export`]).
 
 mod directory;
 mod gguf;
@@ -12,19 +12,22 @@ mod hub;
 mod side_files;
 mod sorted;
 mod stored;
+mod walk;
 
 use std::path::{Path, PathBuf};
 
-use espalier_arch::{Architecture, TensorSpec};
+use espalier_arch::{Architecture, Role, TensorSpec};
 use serde_json::Value;
 
+use crate::importance::Importance;
 use crate::ops::Operations;
+use crate::sort::Permutation;
 use crate::tokenizer::{Tokenizer, check_vocabulary};
 use crate::weights::for_blocks;
 use crate::{Error, Model, Result, Tensor};
 
 pub use side_files::{SideFiles, SpecialTokens};
-pub use sorted::SortedParent;
+pub use sorted::{SortedParent, StudentFiles};
 pub use stored::Precision;
 
 /// The prefix of a source that names a repository of a hub.
@@ -113,9 +116,27 @@ impl Parent {
 
     /// Reads one of the architecture's tensors, as blocks read it.
     fn tensor(&self, spec: &TensorSpec, ops: &dyn Operations) -> Result<Tensor> {
-        let (rows, columns) = stored::matrix(&spec.shape);
-        let tensor = ops.upload(&self.tensors.read(&spec.name)?, rows, columns)?;
-        for_blocks(ops, spec.role, tensor)
+        place(spec, &self.values(spec)?, ops)
+    }
+
+    /// Reads one of the architecture's tensors, row by row.
+    fn values(&self, spec: &TensorSpec) -> Result<Vec<f32>> {
+        self.tensors.read(&spec.name)
+    }
+
+    /// Orders every axis by importance, the most important first, with one tensor at a time on the device.
+    ///
+    /// # Errors
+    /// When the importance was measured on a model of another shape, or a file cannot be read any more.
+    pub fn permutation(&self, importance: &Importance, ops: &dyn Operations) -> Result<Permutation> {
+        let specs = self.architecture.tensors();
+        let down = |block: usize| {
+            let is_its = |spec: &&TensorSpec| spec.block == Some(block) && spec.role == Role::Down;
+            let missing = Error::MissingTensor { role: Role::Down };
+            self.tensor(specs.iter().find(is_its).ok_or(missing)?, ops)
+        };
+        let blocks = importance.order(&self.architecture, ops, down)?;
+        Ok(Permutation { blocks })
     }
 
     /// The tokenizer, already checked against the vocabulary.
@@ -173,6 +194,12 @@ fn tokenizer_from_bytes(path: &Path, bytes: &[u8], architecture: &Architecture) 
     })?;
     check_vocabulary(&tokenizer, architecture).map_err(|reason| Error::Damaged { path: file, reason })?;
     Ok(tokenizer)
+}
+
+/// Values of a tensor on a device, as blocks read them.
+fn place(spec: &TensorSpec, values: &[f32], ops: &dyn Operations) -> Result<Tensor> {
+    let (rows, columns) = stored::matrix(&spec.shape);
+    for_blocks(ops, spec.role, ops.upload(values, rows, columns)?)
 }
 
 /// Reads a whole small file.

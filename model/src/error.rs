@@ -154,6 +154,12 @@ pub enum Error {
         /// What stands in the way.
         reason: String,
     },
+    /// A thread that reads weights ahead and could not begin, or ended early.
+    #[error("the thread that reads weights: {source}")]
+    Reader {
+        /// What the system said.
+        source: std::io::Error,
+    },
     /// A file that could not be read or written.
     #[error("{path}: {source}")]
     Io {

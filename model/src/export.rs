@@ -6,15 +6,16 @@
 pub mod flat;
 mod weights;
 
+use std::collections::HashMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-use espalier_arch::{Architecture, Block, BlockShape, Family};
+use espalier_arch::{Architecture, Block, BlockShape, Family, TensorSpec};
 use serde_json::Value;
 
 use crate::checkpoint::{Parent, Precision};
 use crate::ops::Operations;
-use crate::{Error, Model, Result};
+use crate::{Error, Model, Result, Tensor};
 
 /// What was written.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,13 +52,21 @@ pub fn config(
     Ok((config, flattened))
 }
 
-/// Writes `model` to `directory`, which must not exist, with the tokenizer and the other files of `parent`.
-///
-/// Everything is written to a directory beside it and synchronised, then renamed: after an error, a full disk
-/// or a crash there is no `directory`.
+/// A model that is written one tensor after the other.
+#[derive(Clone, Copy)]
+pub struct Tensors<'a> {
+    /// Its shape.
+    pub architecture: &'a Architecture,
+    /// Gives each of its tensors when its turn comes: a matrix is `(out, in)`, a vector `(1, n)`.
+    pub tensor: &'a dyn Fn(&TensorSpec) -> Result<Tensor>,
+    /// The backend whose tensors they are.
+    pub operations: &'a dyn Operations,
+}
+
+/// Writes `model` as [`export_tensors`] does.
 ///
 /// # Errors
-/// When the directory exists, a file cannot be written, or the shape cannot be expressed.
+/// As [`export_tensors`].
 pub fn export(
     model: &Model,
     parent: &Parent,
@@ -65,14 +74,44 @@ pub fn export(
     precision: Precision,
     operations: &dyn Operations,
 ) -> Result<Exported> {
+    let held: HashMap<String, &Tensor> = model
+        .named_tensors()
+        .into_iter()
+        .map(|(spec, tensor)| (spec.name, tensor))
+        .collect();
+    let tensors = Tensors {
+        architecture: &model.architecture,
+        tensor: &|spec| {
+            let tensor = held.get(&spec.name).map(|tensor| (*tensor).clone());
+            tensor.ok_or(Error::MissingTensor { role: spec.role })
+        },
+        operations,
+    };
+    export_tensors(tensors, parent, directory, precision)
+}
+
+/// Writes a model to `directory`, which must not exist, with the tokenizer and the other files of `parent`. One tensor is
+/// asked for at a time.
+///
+/// Everything is written to a directory beside it and synchronised, then renamed: after an error, a full disk
+/// or a crash there is no `directory`.
+///
+/// # Errors
+/// When the directory exists, a file cannot be written, or the shape cannot be expressed, and those of the tensors.
+pub fn export_tensors(
+    tensors: Tensors<'_>,
+    parent: &Parent,
+    directory: &Path,
+    precision: Precision,
+) -> Result<Exported> {
     if fs::symlink_metadata(directory).is_ok() {
         return Err(Error::OutputExists {
             path: directory.to_owned(),
         });
     }
-    let (config, architecture) = config(&model.architecture, parent, precision)?;
+    let (config, written) = config(tensors.architecture, parent, precision)?;
     let staging = Staging::beside(directory)?;
-    let weight_bytes = weights::write(model, &architecture, precision, &staging.path, operations)?;
+    let weight_bytes = weights::write(tensors, &written, precision, &staging.path)?;
     let mut json = serde_json::to_vec_pretty(&config).map_err(|error| Error::NotExportable {
         reason: error.to_string(),
     })?;
@@ -91,12 +130,7 @@ pub fn export(
     Ok(Exported {
         directory: directory.to_owned(),
         uniform,
-        parameters: model
-            .architecture
-            .tensors()
-            .iter()
-            .map(espalier_arch::TensorSpec::elements)
-            .sum(),
+        parameters: written.tensors().iter().map(TensorSpec::elements).sum(),
         weight_bytes,
     })
 }

@@ -9,7 +9,7 @@
 
 use std::path::Path;
 
-use espalier_arch::{Attention, BlockShape};
+use espalier_arch::{Architecture, Attention, BlockShape};
 use serde::{Deserialize, Serialize};
 
 use crate::block::Saved;
@@ -17,7 +17,7 @@ use crate::files;
 use crate::ops::{Layout, LinearGradient, Operations};
 use crate::runner::{Runner, check_layout};
 use crate::sort::BlockPermutation;
-use crate::{BlockWeights, ElementType, Error, Model, Result, Tensor};
+use crate::{BlockWeights, ElementType, Error, Result, Tensor};
 
 /// Sums for one block.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -77,31 +77,16 @@ impl Importance {
     }
 
     fn of_batch(runner: &Runner, tokens: &[u32], layout: Layout) -> Result<Self> {
-        let operations = runner.operations().as_ref();
         let mut hidden = runner.embed(tokens)?;
         let mut blocks = Vec::with_capacity(runner.model().blocks.len());
         for index in 0..runner.model().blocks.len() {
             let (shape, weights) = runner.block_parts(index)?;
-            let (output, saved) = runner.block_saving(shape, weights, &hidden, layout)?;
-            let sums = match (&saved, shape, weights) {
-                (Saved::Attention(saved), BlockShape::Attention(shape), BlockWeights::Attention(weights)) => {
-                    group_products(operations, saved.attended(), &weights.output, shape)?
-                }
-                (Saved::Mlp(saved), ..) => BlockImportance::Mlp {
-                    squares: operations.column_squares(saved.activated())?,
-                },
-                _ => {
-                    return Err(Error::BlockKind {
-                        expected: weights.kind(),
-                        found: shape.kind(),
-                    });
-                }
+            let block = MeasuredBlock {
+                index,
+                shape,
+                weights,
             };
-            if !sums.is_finite() {
-                return Err(Error::NotFinite {
-                    what: format!("importance of block {index}"),
-                });
-            }
+            let (output, sums) = BlockImportance::measure(runner, block, &hidden, layout)?;
             blocks.push(sums);
             hidden = output;
         }
@@ -116,21 +101,13 @@ impl Importance {
     /// # Errors
     /// When they are of a model of another shape.
     pub fn add(&mut self, other: &Self) -> Result<()> {
-        let alike = self.blocks.len() == other.blocks.len()
-            && self
-                .blocks
-                .iter()
-                .zip(&other.blocks)
-                .all(|(mine, theirs)| mine.lengths() == theirs.lengths());
-        if !alike {
-            return Err(shape_error("sums of a model of the same shape", "another"));
+        let mut both = self.blocks.iter().zip(&other.blocks);
+        if self.blocks.len() != other.blocks.len() || !both.all(|(mine, theirs)| mine.is_like(theirs)) {
+            return Err(another_shape());
         }
         self.sequences += other.sequences;
         for (mine, theirs) in self.blocks.iter_mut().zip(&other.blocks) {
-            let sums = mine.sums_mut().into_iter().zip(theirs.sums());
-            for (mine, theirs) in sums {
-                mine.iter_mut().zip(theirs).for_each(|(sum, term)| *sum += term);
-            }
+            mine.add(theirs)?;
         }
         Ok(())
     }
@@ -151,21 +128,30 @@ impl Importance {
         files::read_json(path)
     }
 
-    /// The order of every block's axis, the most important first.
-    pub(crate) fn order(&self, model: &Model, operations: &dyn Operations) -> Result<Vec<BlockPermutation>> {
-        if self.blocks.len() != model.blocks.len() {
+    /// The order of every block's axis, the most important first. `down` gives the down projection of an MLP,
+    /// `(hidden, channels)`: no other weight is needed.
+    ///
+    /// # Errors
+    /// When the sums are of a model of another shape, and those of `down`.
+    pub(crate) fn order(
+        &self,
+        architecture: &Architecture,
+        operations: &dyn Operations,
+        mut down: impl FnMut(usize) -> Result<Tensor>,
+    ) -> Result<Vec<BlockPermutation>> {
+        if self.blocks.len() != architecture.blocks.len() {
             return Err(shape_error("as many blocks as the model has", "another number"));
         }
         let mut orders = Vec::with_capacity(self.blocks.len());
-        for (sums, weights) in self.blocks.iter().zip(&model.blocks) {
-            orders.push(match (sums, weights) {
-                (BlockImportance::Attention { inner_products }, BlockWeights::Attention(_)) => {
+        for (index, (sums, block)) in self.blocks.iter().zip(&architecture.blocks).enumerate() {
+            orders.push(match (sums, &block.shape) {
+                (BlockImportance::Attention { inner_products }, BlockShape::Attention(_)) => {
                     BlockPermutation::Attention {
                         groups: greedy_order(inner_products),
                     }
                 }
-                (BlockImportance::Mlp { squares }, BlockWeights::Mlp(weights)) => BlockPermutation::Mlp {
-                    channels: channel_order(operations, squares, &weights.down)?,
+                (BlockImportance::Mlp { squares }, BlockShape::Mlp(_)) => BlockPermutation::Mlp {
+                    channels: channel_order(operations, squares, &down(index)?)?,
                 },
                 _ => return Err(shape_error("blocks of the model's kinds", "others")),
             });
@@ -182,7 +168,80 @@ fn shape_error(expected: &str, found: &str) -> Error {
     }
 }
 
+fn another_shape() -> Error {
+    shape_error("sums of a model of the same shape", "another")
+}
+
+/// A block whose importance is measured.
+#[derive(Debug, Clone, Copy)]
+pub struct MeasuredBlock<'a> {
+    /// Its place in the model.
+    pub index: usize,
+    /// Its shape.
+    pub shape: &'a BlockShape,
+    /// Its weights, whole.
+    pub weights: &'a BlockWeights,
+}
+
 impl BlockImportance {
+    /// What the block makes of `hidden`, and the sums over its rows.
+    ///
+    /// # Errors
+    /// When shape and weights disagree, or the activations are not finite.
+    pub fn measure(
+        runner: &Runner,
+        block: MeasuredBlock<'_>,
+        hidden: &Tensor,
+        layout: Layout,
+    ) -> Result<(Tensor, Self)> {
+        let MeasuredBlock {
+            index,
+            shape,
+            weights,
+        } = block;
+        let operations = runner.operations().as_ref();
+        let (output, saved) = runner.block_saving(shape, weights, hidden, layout)?;
+        let sums = match (&saved, shape, weights) {
+            (Saved::Attention(saved), BlockShape::Attention(shape), BlockWeights::Attention(weights)) => {
+                group_products(operations, saved.attended(), &weights.output, shape)?
+            }
+            (Saved::Mlp(saved), ..) => Self::Mlp {
+                squares: operations.column_squares(saved.activated())?,
+            },
+            _ => {
+                return Err(Error::BlockKind {
+                    expected: weights.kind(),
+                    found: shape.kind(),
+                });
+            }
+        };
+        if !sums.is_finite() {
+            return Err(Error::NotFinite {
+                what: format!("importance of block {index}"),
+            });
+        }
+        Ok((output, sums))
+    }
+
+    /// Adds the sums over other rows.
+    ///
+    /// # Errors
+    /// When they are of a block of another shape.
+    pub fn add(&mut self, other: &Self) -> Result<()> {
+        if !self.is_like(other) {
+            return Err(another_shape());
+        }
+        for (mine, theirs) in self.sums_mut().into_iter().zip(other.sums()) {
+            mine.iter_mut().zip(theirs).for_each(|(sum, term)| *sum += term);
+        }
+        Ok(())
+    }
+
+    fn is_like(&self, other: &Self) -> bool {
+        let kinds = std::mem::discriminant(self) == std::mem::discriminant(other);
+        kinds && self.lengths() == other.lengths()
+    }
+
     fn sums(&self) -> Vec<&Vec<f64>> {
         match self {
             Self::Attention { inner_products } => vec![inner_products],

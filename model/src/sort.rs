@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::files;
 use crate::importance::Importance;
 use crate::ops::{Axis, Operations};
-use crate::{Error, Model, Result, Tensor};
+use crate::{BlockWeights, Error, Model, Result, Tensor};
 
 /// The order of one block's prunable axis: entry `i` is the parent's index of what comes `i`-th.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -48,7 +48,12 @@ impl Permutation {
         model: &Model,
         operations: &dyn Operations,
     ) -> Result<Self> {
-        importance.order(model, operations).map(|blocks| Self { blocks })
+        let down = |block: usize| match model.blocks.get(block) {
+            Some(BlockWeights::Mlp(weights)) => Ok(weights.down.clone()),
+            _ => Err(Error::MissingTensor { role: Role::Down }),
+        };
+        let blocks = importance.order(&model.architecture, operations, down)?;
+        Ok(Self { blocks })
     }
 
     /// The sorted model: new storage for what was permuted, shared storage for the rest.

@@ -11,9 +11,10 @@ pub(crate) mod file;
 mod stage;
 mod tensors;
 
+pub use file::SavedModel;
 pub use stage::StageWeights;
 pub(crate) use stage::specs as stage_specs;
-pub(crate) use tensors::{for_blocks, is_vector, matrix_shape};
+pub(crate) use tensors::{checked, for_blocks, is_vector, matrix_shape};
 
 /// Weights of one attention block.
 #[derive(Debug, Clone)]

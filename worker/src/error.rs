@@ -162,7 +162,7 @@ fn model_failure(error: &espalier_model::Error) -> FailureKind {
         Model::Gang(error) => gang_failure(error),
         Model::Cuda(error) => device_failure(error),
         Model::Io { source, .. } if !is_permanent(source.kind()) => FailureKind::Error,
-        Model::Hub { .. } => FailureKind::Error,
+        Model::Hub { .. } | Model::Reader { .. } => FailureKind::Error,
         _ => FailureKind::Invalid,
     }
 }

@@ -1,5 +1,5 @@
 //! A parent on disk in the order that importance gave its axes: read whole, a stage at a time, or cut to a student's
-//! shape as it is read, so that a device need not hold more of it than it uses.
+//! shape as it is read, so that a device need not hold more of it than it uses. [`super::walk`] reads it block by block.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use espalier_arch::{Architecture, Candidate, Role, TensorSpec};
 
-use super::{Parent, stored};
+use super::{Parent, place, stored};
 use crate::ops::Operations;
 use crate::ops::cpu::CpuOperations;
 use crate::sort::Permutation;
@@ -19,12 +19,21 @@ use crate::{Error, Model, Result, Tensor};
 /// A parent whose blocks are sorted when they are read, where there is an order.
 #[derive(Debug)]
 pub struct SortedParent {
-    parent: Parent,
+    pub(super) parent: Parent,
     permutation: Option<Permutation>,
     loaded: AtomicUsize,
 }
 
+/// A student as it lies in its parent's files, one tensor of it at a time in the host's memory and none on a device.
+#[derive(Debug)]
+pub struct StudentFiles<'a> {
+    source: &'a SortedParent,
+    cut: Cut,
+    host: CpuOperations,
+}
+
 /// A student's tensors as parts of its parent's.
+#[derive(Debug)]
 struct Cut {
     /// The student's shape.
     student: Architecture,
@@ -67,15 +76,7 @@ impl SortedParent {
 
     /// Bytes that the stage with blocks `range` takes on the backend's device.
     pub fn stage_bytes(&self, range: &Range<usize>, operations: &dyn Operations) -> usize {
-        let bytes = |spec: &TensorSpec| {
-            let each = match is_vector(spec.role) {
-                true => size_of::<f32>(),
-                false => operations.activation_bytes(),
-            };
-            spec.shape.iter().product::<usize>().saturating_mul(each)
-        };
-        let specs = stage_specs(&self.parent.architecture, range);
-        specs.iter().map(bytes).fold(0, usize::saturating_add)
+        bytes_of(&stage_specs(&self.parent.architecture, range), operations)
     }
 
     /// All of it, sorted.
@@ -120,38 +121,71 @@ impl SortedParent {
         })
     }
 
-    /// Writes what [`Model::save`] writes of the student that `candidate` makes, with one tensor at a time in the
-    /// host's memory and none on a device.
+    /// The student that `candidate` makes, tensor by tensor.
     ///
     /// # Errors
-    /// When the candidate does not fit, a file cannot be read any more, or `path` cannot be written.
-    pub fn save_student(&self, candidate: &Candidate, path: &Path) -> Result<()> {
-        let cut = Cut::of(&self.parent.architecture, candidate)?;
-        let host = CpuOperations::new();
-        save_model(path, &cut.student, |spec| {
-            let whole = self.read(cut.whole(spec)?, &host)?;
-            host.download(&part(&whole, spec)?)
+    /// When the candidate does not fit.
+    pub fn student(&self, candidate: &Candidate) -> Result<StudentFiles<'_>> {
+        Ok(StudentFiles {
+            source: self,
+            cut: Cut::of(&self.parent.architecture, candidate)?,
+            host: CpuOperations::new(),
         })
     }
 
     /// One of the parent's tensors on a device.
-    fn tensor(&self, spec: &TensorSpec, operations: &dyn Operations) -> Result<Tensor> {
-        let tensor = self.read(spec, operations)?;
+    pub(super) fn tensor(&self, spec: &TensorSpec, operations: &dyn Operations) -> Result<Tensor> {
+        self.placed(spec, &self.parent.values(spec)?, operations)
+    }
+
+    /// A tensor's values, as they were read, sorted on a device.
+    pub(super) fn placed(
+        &self,
+        spec: &TensorSpec,
+        values: &[f32],
+        operations: &dyn Operations,
+    ) -> Result<Tensor> {
+        let tensor = self.sorted(spec, place(spec, values, operations)?, operations)?;
         self.loaded.fetch_add(tensor.bytes(), Ordering::Relaxed);
         Ok(tensor)
     }
 
-    fn read(&self, spec: &TensorSpec, operations: &dyn Operations) -> Result<Tensor> {
-        let tensor = self.parent.tensor(spec, operations)?;
-        let order = self.permutation.as_ref().zip(spec.block);
-        let order = order.and_then(|(permutation, block)| {
-            let shape = &self.parent.architecture.blocks.get(block)?.shape;
-            Some((permutation.blocks.get(block)?, shape))
-        });
-        match order {
-            Some((order, shape)) => order.sort(shape, spec.role, &tensor, operations),
-            None => Ok(tensor),
-        }
+    fn sorted(&self, spec: &TensorSpec, tensor: Tensor, operations: &dyn Operations) -> Result<Tensor> {
+        let (Some(permutation), Some(block)) = (&self.permutation, spec.block) else {
+            return Ok(tensor);
+        };
+        let shape = self.parent.architecture.blocks.get(block);
+        let (Some(order), Some(block)) = (permutation.blocks.get(block), shape) else {
+            return Err(Error::MissingTensor { role: spec.role });
+        };
+        order.sort(&block.shape, spec.role, &tensor, operations)
+    }
+}
+
+impl StudentFiles<'_> {
+    /// The student's shape.
+    pub fn architecture(&self) -> &Architecture {
+        &self.cut.student
+    }
+
+    /// One of its tensors, in the host's memory.
+    ///
+    /// # Errors
+    /// When it has no such tensor, or a file cannot be read any more.
+    pub fn tensor(&self, spec: &TensorSpec) -> Result<Tensor> {
+        let (source, whole) = (self.source, self.cut.whole(spec)?);
+        let tensor = source.parent.tensor(whole, &self.host)?;
+        part(&source.sorted(whole, tensor, &self.host)?, spec)
+    }
+
+    /// Writes what [`Model::save`] writes of it.
+    ///
+    /// # Errors
+    /// As [`StudentFiles::tensor`], and when `path` cannot be written.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        save_model(path, &self.cut.student, |spec| {
+            self.host.download(&self.tensor(spec)?)
+        })
     }
 }
 
@@ -184,6 +218,21 @@ impl Cut {
     }
 }
 
+/// Bytes that tensors take on the backend's device.
+pub(super) fn bytes_of<'a>(
+    specs: impl IntoIterator<Item = &'a TensorSpec>,
+    operations: &dyn Operations,
+) -> usize {
+    let bytes = |spec: &TensorSpec| {
+        let each = match is_vector(spec.role) {
+            true => size_of::<f32>(),
+            false => operations.activation_bytes(),
+        };
+        spec.shape.iter().product::<usize>().saturating_mul(each)
+    };
+    specs.into_iter().map(bytes).fold(0, usize::saturating_add)
+}
+
 /// The first rows and columns of a sorted tensor, as many as a student's has.
 fn part(whole: &Tensor, spec: &TensorSpec) -> Result<Tensor> {
     let (rows, columns) = stored::matrix(&spec.shape);
@@ -191,7 +240,7 @@ fn part(whole: &Tensor, spec: &TensorSpec) -> Result<Tensor> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
     use std::path::PathBuf;
@@ -199,15 +248,17 @@ mod tests {
     use espalier_arch::{BlockShape, Variant};
 
     use super::*;
+    use crate::checkpoint::Precision;
+    use crate::export::{Tensors, export, export_tensors};
     use crate::sort::BlockPermutation;
 
-    fn tiny() -> Parent {
+    pub fn tiny() -> Parent {
         let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples/tiny");
         Parent::open(path.to_str().unwrap()).unwrap()
     }
 
     /// The last come first.
-    fn backwards(architecture: &Architecture) -> Permutation {
+    pub fn backwards(architecture: &Architecture) -> Permutation {
         let order = |block: &espalier_arch::Block| match &block.shape {
             BlockShape::Attention(shape) => BlockPermutation::Attention {
                 groups: (0..shape.kv_groups).rev().collect(),
@@ -222,7 +273,7 @@ mod tests {
         }
     }
 
-    fn sorted() -> SortedParent {
+    pub fn sorted() -> SortedParent {
         let parent = tiny();
         let permutation = backwards(&parent.architecture);
         SortedParent::new(parent, Some(permutation)).unwrap()
@@ -315,13 +366,25 @@ mod tests {
         let [streamed, saved] = ["streamed", "saved"].map(|name| directory.path().join(name));
         let source = sorted();
         let candidate = candidate(&source.parent().architecture);
-        source.save_student(&candidate, &streamed).unwrap();
+        source.student(&candidate).unwrap().save(&streamed).unwrap();
         assert_eq!(source.loaded_bytes(), 0, "nothing goes to a device");
         let student = source.load(&host).unwrap().slice(&candidate).unwrap();
         student.save(&saved, &host).unwrap();
         assert_eq!(std::fs::read(&streamed).unwrap(), std::fs::read(&saved).unwrap());
+        let exports = ["from files", "of the model"].map(|name| directory.path().join(name));
+        let files = source.student(&candidate).unwrap();
+        let tensors = Tensors {
+            architecture: files.architecture(),
+            tensor: &|spec| files.tensor(spec),
+            operations: &host,
+        };
+        export_tensors(tensors, source.parent(), &exports[0], Precision::Bf16).unwrap();
+        export(&student, source.parent(), &exports[1], Precision::Bf16, &host).unwrap();
+        let [from_files, of_the_model] =
+            exports.map(|export| std::fs::read(export.join("model.safetensors")).unwrap());
+        assert_eq!(from_files, of_the_model);
         let unfit = Candidate { variants: Vec::new() };
-        assert!(source.save_student(&unfit, &streamed).is_err());
+        assert!(source.student(&unfit).is_err());
     }
 
     #[test]

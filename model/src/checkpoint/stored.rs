@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -101,12 +102,21 @@ impl WeightFile {
 
     /// Reads bytes at a position.
     pub fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> Result<()> {
-        self.handle
-            .read_exact_at(buffer, offset)
-            .map_err(|source| Error::Io {
+        self.handle.read_exact_at(buffer, offset).map_err(|source| {
+            // The length was checked when the file was opened.
+            let source = match source.kind() {
+                ErrorKind::UnexpectedEof => {
+                    let end = offset.saturating_add(buffer.len() as u64);
+                    let reason = format!("cut short since it was opened: bytes {offset} to {end} are gone");
+                    std::io::Error::new(ErrorKind::UnexpectedEof, reason)
+                }
+                _ => source,
+            };
+            Error::Io {
                 path: self.path.clone(),
                 source,
-            })
+            }
+        })
     }
 }
 

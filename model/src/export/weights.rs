@@ -1,18 +1,19 @@
 //! Weights as safetensors: one file, or shards of at most 5 GB with an index.
 //!
-//! Tensors are written a few rows at a time through a small buffer, so an export needs no second copy of the
-//! model.
+//! Tensors are asked for one at a time and written a few rows at a time through a small buffer, so an export needs no
+//! second copy of the model.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-use espalier_arch::Architecture;
+use espalier_arch::{Architecture, TensorSpec};
 use serde_json::{Map, Value, json};
 
+use super::Tensors;
 use crate::checkpoint::Precision;
-use crate::ops::Operations;
-use crate::{Error, Model, Result, Tensor};
+use crate::weights::checked;
+use crate::{Error, Result};
 
 /// Bytes of one shard, as transformers shards.
 const SHARD_BYTES: u64 = 5_000_000_000;
@@ -21,96 +22,32 @@ const DOWNLOADED_ELEMENTS: usize = 1 << 20;
 /// Headers are padded so that data begins at a multiple of this.
 const ALIGNMENT: usize = 8;
 
-struct Entry<'a> {
+struct Entry {
+    /// The model's own.
+    own: TensorSpec,
+    /// As it is written.
     name: String,
-    shape: Vec<usize>,
-    tensor: &'a Tensor,
     bytes: u64,
 }
 
 /// How weights become bytes.
 struct Writing<'a> {
+    tensors: Tensors<'a>,
     precision: Precision,
-    operations: &'a dyn Operations,
 }
 
-/// Writes the weights of `model` under the names of `architecture`; the bytes written.
+/// Writes the weights under the names of `written`; the bytes written.
 pub fn write(
-    model: &Model,
-    architecture: &Architecture,
+    tensors: Tensors<'_>,
+    written: &Architecture,
     precision: Precision,
     directory: &Path,
-    operations: &dyn Operations,
 ) -> Result<u64> {
-    let writing = Writing {
-        precision,
-        operations,
-    };
-    write_in_shards(model, architecture, &writing, directory, SHARD_BYTES)
+    Writing { tensors, precision }.shards(written, directory, SHARD_BYTES)
 }
 
-fn write_in_shards(
-    model: &Model,
-    architecture: &Architecture,
-    writing: &Writing<'_>,
-    directory: &Path,
-    shard_bytes: u64,
-) -> Result<u64> {
-    let shards = plan(entries(model, architecture, writing.precision)?, shard_bytes);
-    let total: u64 = shards.iter().flatten().map(|entry| entry.bytes).sum();
-    if let [only] = shards.as_slice() {
-        writing.shard(&directory.join("model.safetensors"), only)?;
-        return Ok(total);
-    }
-    let mut map = Map::new();
-    for (index, shard) in shards.iter().enumerate() {
-        let name = format!("model-{:05}-of-{:05}.safetensors", index + 1, shards.len());
-        writing.shard(&directory.join(&name), shard)?;
-        map.extend(shard.iter().map(|entry| (entry.name.clone(), json!(name))));
-    }
-    let index = json!({"metadata": {"total_size": total}, "weight_map": map});
-    let bytes = serde_json::to_vec_pretty(&index).map_err(|error| Error::NotExportable {
-        reason: error.to_string(),
-    })?;
-    super::write_file(&directory.join("model.safetensors.index.json"), &bytes)?;
-    Ok(total)
-}
-
-fn entries<'a>(
-    model: &'a Model,
-    architecture: &Architecture,
-    precision: Precision,
-) -> Result<Vec<Entry<'a>>> {
-    let specs = architecture.tensors();
-    let tensors = model.tensors();
-    if specs.len() != tensors.len() {
-        return Err(Error::NotExportable {
-            reason: format!("it has {} tensors, expected {}", tensors.len(), specs.len()),
-        });
-    }
-    let width = espalier_arch::Precision::from(precision).bytes();
-    let mut entries = Vec::with_capacity(specs.len());
-    for (spec, (role, tensor)) in specs.into_iter().zip(tensors) {
-        if spec.role != role || spec.elements() != tensor.len() as u64 {
-            return Err(Error::TensorShape {
-                name: spec.name,
-                expected: spec.shape,
-                found: vec![tensor.rows(), tensor.columns()],
-            });
-        }
-        let bytes = spec.elements() * width;
-        entries.push(Entry {
-            name: spec.name,
-            shape: spec.shape,
-            tensor,
-            bytes,
-        });
-    }
-    Ok(entries)
-}
-
-fn plan(entries: Vec<Entry<'_>>, shard_bytes: u64) -> Vec<Vec<Entry<'_>>> {
-    let mut shards: Vec<Vec<Entry<'_>>> = vec![Vec::new()];
+fn plan(entries: Vec<Entry>, shard_bytes: u64) -> Vec<Vec<Entry>> {
+    let mut shards: Vec<Vec<Entry>> = vec![Vec::new()];
     let mut filled = 0u64;
     for entry in entries {
         if filled > 0 && filled + entry.bytes > shard_bytes {
@@ -126,7 +63,52 @@ fn plan(entries: Vec<Entry<'_>>, shard_bytes: u64) -> Vec<Vec<Entry<'_>>> {
 }
 
 impl Writing<'_> {
-    fn shard(&self, path: &Path, entries: &[Entry<'_>]) -> Result<()> {
+    fn shards(&self, written: &Architecture, directory: &Path, shard_bytes: u64) -> Result<u64> {
+        let shards = plan(self.entries(written)?, shard_bytes);
+        let total: u64 = shards.iter().flatten().map(|entry| entry.bytes).sum();
+        if let [only] = shards.as_slice() {
+            self.shard(&directory.join("model.safetensors"), only)?;
+            return Ok(total);
+        }
+        let mut map = Map::new();
+        for (index, shard) in shards.iter().enumerate() {
+            let name = format!("model-{:05}-of-{:05}.safetensors", index + 1, shards.len());
+            self.shard(&directory.join(&name), shard)?;
+            map.extend(shard.iter().map(|entry| (entry.name.clone(), json!(name))));
+        }
+        let index = json!({"metadata": {"total_size": total}, "weight_map": map});
+        let bytes = serde_json::to_vec_pretty(&index).map_err(|error| Error::NotExportable {
+            reason: error.to_string(),
+        })?;
+        super::write_file(&directory.join("model.safetensors.index.json"), &bytes)?;
+        Ok(total)
+    }
+
+    fn entries(&self, written: &Architecture) -> Result<Vec<Entry>> {
+        let (specs, own) = (written.tensors(), self.tensors.architecture.tensors());
+        if specs.len() != own.len() {
+            return Err(Error::NotExportable {
+                reason: format!("it has {} tensors, expected {}", own.len(), specs.len()),
+            });
+        }
+        let width = espalier_arch::Precision::from(self.precision).bytes();
+        let mut entries = Vec::with_capacity(specs.len());
+        for (spec, own) in specs.into_iter().zip(own) {
+            if (spec.role, &spec.shape) != (own.role, &own.shape) {
+                return Err(Error::TensorShape {
+                    name: spec.name,
+                    expected: spec.shape,
+                    found: own.shape,
+                });
+            }
+            let bytes = spec.elements() * width;
+            let name = spec.name;
+            entries.push(Entry { own, name, bytes });
+        }
+        Ok(entries)
+    }
+
+    fn shard(&self, path: &Path, entries: &[Entry]) -> Result<()> {
         let io = |source| Error::Io {
             path: path.to_owned(),
             source,
@@ -138,12 +120,12 @@ impl Writing<'_> {
             .map_err(io)?;
         writer.write_all(&header).map_err(io)?;
         for entry in entries {
-            let tensor = entry.tensor;
+            let tensor = checked(&entry.own, (self.tensors.tensor)(&entry.own)?)?;
             let together = (DOWNLOADED_ELEMENTS / tensor.columns().max(1)).max(1);
             for first in (0..tensor.rows()).step_by(together) {
                 let part = tensor.narrow_rows(first, together.min(tensor.rows() - first))?;
                 writer
-                    .write_all(&self.bytes(&self.operations.download(&part)?))
+                    .write_all(&self.bytes(&self.tensors.operations.download(&part)?))
                     .map_err(io)?;
             }
         }
@@ -162,7 +144,7 @@ impl Writing<'_> {
     }
 }
 
-fn header(entries: &[Entry<'_>], precision: Precision) -> Result<Vec<u8>> {
+fn header(entries: &[Entry], precision: Precision) -> Result<Vec<u8>> {
     let mut fields = Map::new();
     fields.insert("__metadata__".to_owned(), json!({"format": "pt"}));
     let mut begin = 0u64;
@@ -172,7 +154,7 @@ fn header(entries: &[Entry<'_>], precision: Precision) -> Result<Vec<u8>> {
             Precision::F32 => "F32",
             Precision::Bf16 => "BF16",
         };
-        let info = json!({"dtype": dtype, "shape": entry.shape, "data_offsets": [begin, end]});
+        let info = json!({"dtype": dtype, "shape": entry.own.shape, "data_offsets": [begin, end]});
         fields.insert(entry.name.clone(), info);
         begin = end;
     }

@@ -330,15 +330,50 @@ impl Model {
     /// Reads what [`Model::save`] wrote.
     ///
     /// # Errors
-    /// When the file cannot be read, is cut, or holds another shape than it says.
+    /// As [`SavedModel::open`] and [`SavedModel::tensor`].
     pub fn load(path: &Path, operations: &dyn Operations) -> Result<Self> {
+        SavedModel::open(path)?.load(operations)
+    }
+}
+
+/// A file that [`Model::save`] wrote, opened, its weights not yet read.
+#[derive(Debug)]
+pub struct SavedModel {
+    file: TensorFile,
+    architecture: Architecture,
+}
+
+impl SavedModel {
+    /// Reads its header.
+    ///
+    /// # Errors
+    /// When the file cannot be read, is cut, or is another.
+    pub fn open(path: &Path) -> Result<Self> {
         let file = TensorFile::open(path)?;
-        let architecture: Architecture = file.field("architecture")?;
-        Self::from_tensors(&architecture, |spec| {
-            let (rows, columns) = super::tensors::matrix_shape(&spec.shape);
-            let tensor = file.read(&spec.name, rows, columns, operations)?;
-            for_blocks(operations, spec.role, tensor)
-        })?
-        .stacked(operations)
+        let architecture = file.field("architecture")?;
+        Ok(Self { file, architecture })
+    }
+
+    /// The model's shape.
+    pub fn architecture(&self) -> &Architecture {
+        &self.architecture
+    }
+
+    /// One of the architecture's tensors, as blocks read it.
+    ///
+    /// # Errors
+    /// When the file cannot be read any more, or holds it in another shape.
+    pub fn tensor(&self, spec: &TensorSpec, operations: &dyn Operations) -> Result<Tensor> {
+        let (rows, columns) = super::tensors::matrix_shape(&spec.shape);
+        let tensor = self.file.read(&spec.name, rows, columns, operations)?;
+        for_blocks(operations, spec.role, tensor)
+    }
+
+    /// All of it on the backend's device.
+    ///
+    /// # Errors
+    /// As [`SavedModel::tensor`].
+    pub fn load(&self, operations: &dyn Operations) -> Result<Model> {
+        Model::from_tensors(&self.architecture, |spec| self.tensor(spec, operations))?.stacked(operations)
     }
 }

@@ -75,11 +75,7 @@ impl StageWeights {
         }
         let mut blocks = Vec::with_capacity(inside.len());
         for (block, parts) in shapes.iter().zip(inside) {
-            blocks.push(BlockWeights::build(&block.shape, architecture.hidden, |role| {
-                let part = parts.iter().find(|(held, _)| *held == role);
-                part.map(|(_, tensor)| tensor.clone())
-                    .ok_or(Error::MissingTensor { role })
-            })?);
+            blocks.push(BlockWeights::of_parts(&block.shape, architecture.hidden, &parts)?);
         }
         Ok(Self {
             architecture: architecture.clone(),

@@ -124,7 +124,7 @@ impl BlockWeights {
     }
 
     /// Lays tensors that the block reads together one after the other where the backend gains by it.
-    pub(super) fn stack(&mut self, operations: &dyn Operations) -> Result<()> {
+    pub(crate) fn stack(&mut self, operations: &dyn Operations) -> Result<()> {
         for group in self.read_together() {
             let tensors = group.iter().map(|tensor| (**tensor).clone()).collect();
             for (tensor, stacked) in group.into_iter().zip(operations.stack(tensors)?) {
@@ -170,11 +170,23 @@ impl BlockWeights {
         Ok(copy)
     }
 
+    /// Weights of `shape`, of these tensors.
+    ///
+    /// # Errors
+    /// When one is missing, or the kind of block cannot be run yet.
+    pub(crate) fn of_parts(shape: &BlockShape, hidden: usize, parts: &[(Role, Tensor)]) -> Result<Self> {
+        Self::build(shape, hidden, |role| {
+            let part = parts.iter().find(|(held, _)| *held == role);
+            part.map(|(_, tensor)| tensor.clone())
+                .ok_or(Error::MissingTensor { role })
+        })
+    }
+
     /// Weights of `shape`, each tensor as `make` gives it.
     ///
     /// # Errors
     /// When the kind of block cannot be run yet, and those of `make`.
-    pub(super) fn build(
+    fn build(
         shape: &BlockShape,
         hidden: usize,
         mut make: impl FnMut(Role) -> Result<Tensor>,
@@ -316,7 +328,7 @@ pub(crate) fn matrix_shape(shape: &[usize]) -> (usize, usize) {
     }
 }
 
-pub(super) fn checked(spec: &TensorSpec, tensor: Tensor) -> Result<Tensor> {
+pub(crate) fn checked(spec: &TensorSpec, tensor: Tensor) -> Result<Tensor> {
     let (rows, columns) = matrix_shape(&spec.shape);
     if (tensor.rows(), tensor.columns()) == (rows, columns) {
         return Ok(tensor);

@@ -36,7 +36,7 @@ impl Teacher {
         let stage = caches.stage(context, &task.parent, choose)?;
         tracing::debug!(
             blocks = ?stage.weights.range(),
-            bytes = stage.source.loaded_bytes(),
+            bytes = stage.weights.bytes(),
             "a stage of the parent is loaded"
         );
         Ok(Self::Stage(stage))
@@ -77,7 +77,7 @@ impl Teacher {
     pub fn write_untrained(&self, context: &Context<'_>, candidate: &Candidate) -> Result<ArtifactId> {
         context.put_written(|path| match self {
             Self::Whole(resident) => resident.model.slice(candidate)?.save(path, &*context.operations),
-            Self::Stage(stage) => stage.source.save_student(candidate, path),
+            Self::Stage(stage) => stage.source.student(candidate)?.save(path),
         })
     }
 }
