@@ -14,6 +14,7 @@ mod export;
 mod ingest;
 mod measure;
 mod multiple_choice;
+mod parent;
 mod plan;
 mod profile;
 mod pulse;
@@ -21,6 +22,7 @@ mod rank;
 mod recover;
 mod score;
 mod sort;
+mod streams;
 mod student;
 mod verify;
 
@@ -28,7 +30,7 @@ use espalier_proto::task::{TaskOutput, TaskSpec};
 
 use crate::Result;
 pub use backend::Backend;
-pub use caches::{Caches, Resident};
+pub use caches::Caches;
 pub use context::{Context, ProgressSink, Stop, StopFlag};
 pub use pulse::Pulse;
 
@@ -47,7 +49,7 @@ pub fn execute(context: &Context<'_>, caches: &mut Caches, spec: &TaskSpec) -> R
             .map(TaskOutput::Ingest),
         TaskSpec::Profile(task) => profile::run(context, caches, task).map(TaskOutput::Profile),
         TaskSpec::Calibrate(task) => calibrate::run(context, caches, task),
-        TaskSpec::Sort(task) => sort::run(context, caches, task),
+        TaskSpec::Sort(task) => sort::run(context, task),
         TaskSpec::Score(task) => score::run(context, caches, task),
         TaskSpec::DepthOrder(task) => depth_order::run(context, caches, task),
         TaskSpec::Rank(task) => rank::run(context, caches, task),
@@ -56,7 +58,7 @@ pub fn execute(context: &Context<'_>, caches: &mut Caches, spec: &TaskSpec) -> R
             .map(TaskOutput::Measured),
         TaskSpec::Recover(task) => recover::run(context, caches, task).map(TaskOutput::Recover),
         TaskSpec::Evaluate(task) => evaluate::run(context, caches, task).map(TaskOutput::Evaluate),
-        TaskSpec::Export(task) => export::run(context, caches, task).map(TaskOutput::Export),
+        TaskSpec::Export(task) => export::run(context, task).map(TaskOutput::Export),
         TaskSpec::Verify(task) => verify::run(context, caches, task)
             .map(Box::new)
             .map(TaskOutput::Measured),

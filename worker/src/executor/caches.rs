@@ -1,34 +1,23 @@
-//! What a child keeps between attempts: the parent, or its stage of one, and its activations for one shard.
+//! What a child keeps between attempts: the parent, its ends or its stage of one, and its activations for one shard.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
-use std::path::Path;
 use std::sync::Arc;
 
 use espalier_arch::Architecture;
-use espalier_model::checkpoint::{Parent, SortedParent};
+use espalier_model::checkpoint::SortedParent;
 use espalier_model::ops::Layout;
 use espalier_model::runner::Runner;
-use espalier_model::sort::Permutation;
-use espalier_model::{Model, StageWeights, Tensor};
+use espalier_model::{StageWeights, Tensor};
 use espalier_proto::task::{ArtifactId, ParentRef, Shard};
 
 use super::Context;
+use super::parent::{self, Blocks, Held, Resident};
 use super::plan::Training;
+use super::streams::{Form, Stream, advance, groups};
+use crate::Result;
 use crate::data::shard::{self, Sequences};
 use crate::engine::vllm::Vllm;
-use crate::{Error, Result};
-
-/// A parent in memory, sorted if its reference says so.
-#[derive(Debug)]
-pub struct Resident {
-    /// Config, tokenizer, side files.
-    pub parent: Parent,
-    /// Its weights.
-    pub model: Arc<Model>,
-    /// Runs it.
-    pub runner: Runner,
-}
 
 /// A stage of a parent in memory, sorted if its reference says so, and where the rest is.
 #[derive(Debug)]
@@ -39,25 +28,32 @@ pub(super) struct ResidentStage {
     pub weights: StageWeights,
 }
 
-/// Activations of the parent for some sequences that run together.
+/// The parent's last states for some sequences that run together.
 #[derive(Debug)]
 pub(super) struct Batch {
     /// How the rows divide into sequences.
     pub layout: Layout,
     /// The tokens of every row.
     pub tokens: Vec<u32>,
-    /// The input of each block, when they are kept.
-    pub inputs: Option<Vec<Tensor>>,
     /// Hidden states after the final norm, `(rows, hidden)`.
     pub finals: Tensor,
+}
+
+/// The batches of a shard.
+#[derive(Debug)]
+struct Batches {
+    of: (ParentRef, ArtifactId),
+    list: Arc<Vec<Batch>>,
+    /// Inputs of blocks, one for each batch: those of all blocks where they fit, else of the last that was asked for.
+    inputs: BTreeMap<usize, Vec<Tensor>>,
 }
 
 /// What a child keeps between attempts.
 #[derive(Debug, Default)]
 pub struct Caches {
-    parent: Option<(ParentRef, Arc<Resident>)>,
+    parent: Option<(ParentRef, Held)>,
     stage: Option<(ParentRef, Arc<ResidentStage>)>,
-    batches: Option<(ParentRef, ArtifactId, bool, Arc<Vec<Batch>>)>,
+    batches: Option<Batches>,
     finals: FinalStates,
     /// Its process outlives a change of parent: it takes long to start.
     vllm: Option<Vllm>,
@@ -112,20 +108,38 @@ impl Caches {
         }
     }
 
-    /// The parent, loaded and sorted on first use.
+    /// The parent or its ends, loaded and sorted on first use.
     ///
     /// # Errors
     /// When it cannot be loaded, has changed since ingest, or its permutation does not fit.
+    pub(super) fn held(&mut self, context: &Context<'_>, reference: &ParentRef) -> Result<Held> {
+        if let Some((kept, held)) = &self.parent
+            && kept == reference
+        {
+            held.expect_unchanged(reference)?;
+            return Ok(held.clone());
+        }
+        self.clear();
+        context.progress(0, 0, "", || format!("loading {}", reference.source))?;
+        let held = Held::load(context, reference)?;
+        self.parent = Some((reference.clone(), held.clone()));
+        Ok(held)
+    }
+
+    /// The whole parent, loaded and sorted on first use.
+    ///
+    /// # Errors
+    /// As [`Caches::held`], and when the device has no room for all of it.
     pub(super) fn parent(&mut self, context: &Context<'_>, reference: &ParentRef) -> Result<Arc<Resident>> {
-        if let Some((kept, resident)) = &self.parent
+        if let Some((kept, Held::Whole(resident))) = &self.parent
             && kept == reference
         {
             return Ok(Arc::clone(resident));
         }
         self.clear();
         context.progress(0, 0, "", || format!("loading {}", reference.source))?;
-        let resident = Arc::new(load(context, reference)?);
-        self.parent = Some((reference.clone(), Arc::clone(&resident)));
+        let resident = Arc::new(Resident::load(context, parent::open(context, reference)?)?);
+        self.parent = Some((reference.clone(), Held::Whole(Arc::clone(&resident))));
         Ok(resident)
     }
 
@@ -144,11 +158,13 @@ impl Caches {
             && kept == reference
             && choose(stage.weights.architecture())? == stage.weights.range()
         {
+            // Students are cut out of its files again.
+            parent::expect_fingerprint(stage.source.parent(), reference)?;
             return Ok(Arc::clone(stage));
         }
         self.clear();
         context.progress(0, 0, "", || format!("loading a stage of {}", reference.source))?;
-        let source = open(context, reference)?;
+        let source = parent::open(context, reference)?;
         let range = choose(&source.parent().architecture)?;
         let operations = &*context.operations;
         let bytes = source.stage_bytes(&range, operations);
@@ -159,33 +175,54 @@ impl Caches {
         Ok(stage)
     }
 
-    /// A shard's tokens and the parent's activations for them, computed on first use. Block inputs are among
-    /// them when `with_inputs` and they fit.
+    /// A shard's tokens and the parent's last states for them, computed on first use.
+    ///
+    /// # Errors
+    /// When the shard or the parent cannot be read, the attempt should stop or the device fails.
     pub(super) fn batches(
         &mut self,
         context: &Context<'_>,
         reference: &ParentRef,
         shard: &Shard,
-        with_inputs: bool,
     ) -> Result<Arc<Vec<Batch>>> {
-        let resident = self.parent(context, reference)?;
-        if let Some((parent, artifact, inputs, batches)) = &self.batches
-            && parent == reference
-            && *artifact == shard.artifact
-            && (*inputs || !with_inputs)
-        {
-            return Ok(Arc::clone(batches));
-        }
-        self.batches = None;
-        let sequences = shard::read(context.store, shard, resident.model.architecture.vocab_size)?;
-        let batches = Arc::new(run_batches(context, &resident, &sequences, with_inputs)?);
-        self.batches = Some((
-            reference.clone(),
-            shard.artifact.clone(),
-            with_inputs,
-            Arc::clone(&batches),
-        ));
-        Ok(batches)
+        let held = self.held(context, reference)?;
+        let batches = self.computed(context, &held, (reference, shard), None)?;
+        Ok(Arc::clone(&batches.list))
+    }
+
+    /// The same, and the parent's input of a block for each of them.
+    ///
+    /// # Errors
+    /// As [`Caches::batches`].
+    pub(super) fn inputs(
+        &mut self,
+        context: &Context<'_>,
+        reference: &ParentRef,
+        shard: &Shard,
+        block: usize,
+    ) -> Result<(Arc<Vec<Batch>>, Vec<Tensor>)> {
+        let held = self.held(context, reference)?;
+        let batches = self.computed(context, &held, (reference, shard), Some(block))?;
+        let inputs = batches.inputs_of(context, held.blocks(), block)?;
+        Ok((Arc::clone(&batches.list), inputs))
+    }
+
+    fn computed(
+        &mut self,
+        context: &Context<'_>,
+        held: &Held,
+        (reference, shard): (&ParentRef, &Shard),
+        block: Option<usize>,
+    ) -> Result<&mut Batches> {
+        let of = (reference.clone(), shard.artifact.clone());
+        let batches = match self.batches.take() {
+            Some(kept) if kept.of == of => kept,
+            _ => {
+                let sequences = shard::read(context.store, shard, held.architecture().vocab_size)?;
+                Batches::compute(context, held.blocks(), of, &sequences, block)?
+            }
+        };
+        Ok(self.batches.insert(batches))
     }
 
     /// The parent's final hidden states of some sequences, in their order. They are kept up to the training's
@@ -280,53 +317,6 @@ impl FinalStates {
     }
 }
 
-/// Opens a parent in its order; no weight is read.
-fn open(context: &Context<'_>, reference: &ParentRef) -> Result<SortedParent> {
-    let parent = Parent::open(&reference.source)?;
-    let fingerprint = parent.fingerprint()?;
-    if fingerprint != reference.fingerprint {
-        return Err(Error::Invalid {
-            reason: format!(
-                "the parent {} has changed since the job began: its fingerprint is {fingerprint}, expected {}; \
-                 submit the job again",
-                reference.source, reference.fingerprint
-            ),
-        });
-    }
-    let permutation = match &reference.permutation {
-        Some(artifact) => {
-            let path = context.store.get_file(&artifact.0)?;
-            Some(load_permutation(&path, artifact)?)
-        }
-        None => None,
-    };
-    Ok(SortedParent::new(parent, permutation)?)
-}
-
-fn load(context: &Context<'_>, reference: &ParentRef) -> Result<Resident> {
-    let source = open(context, reference)?;
-    let operations = &context.operations;
-    let blocks = 0..source.parent().architecture.blocks.len();
-    let bytes = source.stage_bytes(&blocks, &**operations);
-    context.plan().expect_room("the parent", bytes)?;
-    let model = source.load(&**operations)?;
-    operations.prepare(&model.architecture)?;
-    let model = Arc::new(model);
-    let runner = Runner::new(Arc::clone(operations), Arc::clone(&model));
-    Ok(Resident {
-        parent: source.into_parent(),
-        model,
-        runner,
-    })
-}
-
-fn load_permutation(path: &Path, artifact: &ArtifactId) -> Result<Permutation> {
-    Permutation::load(path).map_err(|error| Error::Content {
-        artifact: artifact.0.clone(),
-        reason: error.to_string(),
-    })
-}
-
 /// Hidden states after the final norm.
 pub(super) fn finals(runner: &Runner, tokens: &[u32], layout: Layout) -> Result<Tensor> {
     let hidden = runner.embed(tokens)?;
@@ -353,40 +343,110 @@ pub(super) fn layouts(sequences: &Sequences, rows: usize) -> Vec<(Layout, Vec<u3
         .collect()
 }
 
-fn run_batches(
-    context: &Context<'_>,
-    resident: &Resident,
-    sequences: &Sequences,
-    with_inputs: bool,
-) -> Result<Vec<Batch>> {
-    let (blocks, hidden) = (resident.model.blocks.len(), resident.model.architecture.hidden);
-    let bytes = sequences
-        .tokens
-        .len()
-        .saturating_mul(hidden * context.operations.activation_bytes())
-        .saturating_mul(blocks);
-    let plan = context.plan();
-    let keep = with_inputs && bytes <= plan.input_bytes();
-    let mut batches = Vec::new();
-    for (layout, tokens) in layouts(sequences, plan.rows(&resident.model.architecture)) {
-        context.check_cancelled()?;
-        let mut hidden = resident.runner.embed(&tokens)?;
-        let mut inputs = Vec::new();
-        for index in 0..blocks {
-            context.check_cancelled()?;
-            let output = resident.runner.block(index, &hidden, layout)?;
-            let input = std::mem::replace(&mut hidden, output);
-            if keep {
-                inputs.push(input);
+impl Batches {
+    /// Runs the parent over a shard. Inputs are kept where a block is named: those of all blocks where they fit, else its
+    /// own.
+    fn compute(
+        context: &Context<'_>,
+        blocks: Blocks<'_>,
+        of: (ParentRef, ArtifactId),
+        sequences: &Sequences,
+        block: Option<usize>,
+    ) -> Result<Self> {
+        let (architecture, runner) = (blocks.architecture(), blocks.runner());
+        let row = architecture.hidden * context.operations.activation_bytes();
+        let once = sequences.tokens.len().saturating_mul(row);
+        let depth = architecture.blocks.len();
+        let plan = blocks.plan(context);
+        let all = block.is_some() && once.saturating_mul(depth) <= plan.input_bytes();
+        let keeps = |index: usize| all || block == Some(index);
+        let kept = (0..depth).filter(|index| keeps(*index)).count();
+        let batches = layouts(sequences, plan.rows(architecture));
+        let bytes = |(layout, _): &(Layout, Vec<u32>)| layout.rows() * row;
+        let room = blocks.room(context, once.saturating_mul(kept.saturating_add(1)));
+        let (mut list, mut inputs) = (Vec::new(), BTreeMap::<usize, Vec<Tensor>>::new());
+        let form = Form::whole(architecture);
+        let groups = groups(&batches, bytes, room);
+        let mut batches = batches.into_iter();
+        for (number, group) in groups.iter().enumerate() {
+            let own: Vec<(Layout, Vec<u32>)> = batches.by_ref().take(group.len()).collect();
+            let mut streams = enter(
+                blocks,
+                &form,
+                own.iter().map(|(layout, tokens)| (*layout, &**tokens)),
+            )?;
+            advance(context, blocks, 0..depth, &mut streams, |index, streams| {
+                // How much of the attempt this is, nobody knows.
+                context.progress(0, 1, "blocks", || {
+                    format!(
+                        "the parent itself: block {index}, group {number} of {}",
+                        groups.len()
+                    )
+                })?;
+                if keeps(index) {
+                    let states = streams.iter().map(|stream| stream.hidden.clone());
+                    inputs.entry(index).or_default().extend(states);
+                }
+                Ok(())
+            })?;
+            for ((layout, tokens), stream) in own.into_iter().zip(streams) {
+                let finals = runner.final_norm(&stream.hidden)?;
+                list.push(Batch {
+                    layout,
+                    tokens,
+                    finals,
+                });
             }
         }
-        let finals = resident.runner.final_norm(&hidden)?;
-        batches.push(Batch {
-            layout,
-            tokens,
-            inputs: keep.then_some(inputs),
-            finals,
-        });
+        Ok(Self {
+            of,
+            list: Arc::new(list),
+            inputs,
+        })
     }
-    Ok(batches)
+
+    /// The inputs of a block: those that are kept, or made of what is kept of the nearest block before it, in whose place
+    /// they are then kept.
+    fn inputs_of(&mut self, context: &Context<'_>, blocks: Blocks<'_>, block: usize) -> Result<Vec<Tensor>> {
+        if let Some(inputs) = self.inputs.get(&block) {
+            return Ok(inputs.clone());
+        }
+        let form = Form::whole(blocks.architecture());
+        let batches = self.list.iter();
+        let mut streams = match self.inputs.range(..block).next_back() {
+            Some((from, states)) => {
+                let stream = |(batch, hidden): (&Batch, &Tensor)| Stream {
+                    form: &form,
+                    from: *from,
+                    layout: batch.layout,
+                    hidden: hidden.clone(),
+                };
+                batches.zip(states).map(stream).collect()
+            }
+            None => enter(blocks, &form, batches.map(|batch| (batch.layout, &*batch.tokens)))?,
+        };
+        // They are held no longer than it takes to go on from them.
+        self.inputs.clear();
+        advance(context, blocks, 0..block, &mut streams, |_, _| Ok(()))?;
+        let inputs: Vec<Tensor> = streams.into_iter().map(|stream| stream.hidden).collect();
+        self.inputs.insert(block, inputs.clone());
+        Ok(inputs)
+    }
+}
+
+/// Batches before the first block.
+fn enter<'a, 'b>(
+    blocks: Blocks<'_>,
+    form: &'a Form,
+    batches: impl Iterator<Item = (Layout, &'b [u32])>,
+) -> Result<Vec<Stream<'a>>> {
+    let stream = |(layout, tokens): (Layout, &[u32])| {
+        Ok(Stream {
+            form,
+            from: 0,
+            layout,
+            hidden: blocks.runner().embed(tokens)?,
+        })
+    };
+    batches.map(stream).collect()
 }

@@ -7,12 +7,15 @@
 
 use std::ops::Range;
 
+use espalier_arch::{Architecture, Variant};
 use espalier_model::Tensor;
 use espalier_model::ops::{Head, Layout};
 use espalier_proto::task::{DepthOrder, TaskOutput};
 
 use super::divergence::{Divergences, count};
-use super::{Caches, Context, Resident};
+use super::parent::Blocks;
+use super::streams::{Form, Stream, advance, groups};
+use super::{Caches, Context};
 use crate::data::shard;
 use crate::{Error, Result};
 
@@ -24,22 +27,28 @@ struct Layer {
 }
 
 /// The model without the layers removed so far, and its activations before each layer that is left.
-struct Running {
+struct Running<'a> {
+    context: &'a Context<'a>,
+    blocks: Blocks<'a>,
+    /// What is left of it.
+    form: Form,
     layers: Vec<Layer>,
     inputs: Vec<Tensor>,
     layout: Layout,
+    /// Numbers of the layers removed, in order.
+    removed: Vec<usize>,
+    /// Of the removals that are tried.
+    done: usize,
+    total: usize,
 }
 
 pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &DepthOrder) -> Result<TaskOutput> {
-    let resident = caches.parent(context, &task.parent)?;
+    let held = caches.held(context, &task.parent)?;
     caches.clear_batches();
-    let sequences = shard::read(context.store, &task.shard, resident.model.architecture.vocab_size)?
-        .first(task.sequences.max(1));
-    let layout = Layout {
-        sequences: sequences.len(),
-        tokens: sequences.sequence_tokens,
-    };
-    let layers = layers(&resident);
+    let (blocks, architecture) = (held.blocks(), held.architecture());
+    let sequences =
+        shard::read(context.store, &task.shard, architecture.vocab_size)?.first(task.sequences.max(1));
+    let layers = layers(architecture);
     if task.remove >= layers.len() {
         let reason = format!(
             "remove is {}, expected less than the parent's {} layers",
@@ -48,54 +57,48 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &DepthOrder)
         );
         return Err(Error::Invalid { reason });
     }
-    let embedded = resident.runner.embed(&sequences.tokens)?;
     let mut running = Running {
+        context,
+        blocks,
+        form: Form::whole(architecture),
+        inputs: vec![blocks.runner().embed(&sequences.tokens)?],
+        layout: Layout {
+            sequences: sequences.len(),
+            tokens: sequences.sequence_tokens,
+        },
+        removed: Vec::new(),
+        done: 0,
+        total: task.remove * (2 * layers.len() - task.remove + 1) / 2,
         layers,
-        inputs: vec![embedded],
-        layout,
     };
-    let parent = running.extend(&resident, 0)?;
+    let parent = running.extend(0)?;
     let parent_rows = context.operations.download(&parent)?;
-    let total = task.remove * (2 * running.layers.len() - task.remove + 1) / 2;
-    let (mut order, mut divergences, mut done) = (Vec::new(), Vec::new(), 0);
-    while order.len() < task.remove {
-        let mut best: Option<(f64, usize)> = None;
-        for index in 0..running.layers.len() {
-            context.progress(done, total, "removals", || format!("removed {order:?}"))?;
-            done += 1;
-            let finals = context.operations.download(&running.without(&resident, index)?)?;
-            let distance = cosine_distance(&finals, &parent_rows, parent.columns());
-            if best.is_none_or(|(least, _)| distance < least) {
-                best = Some((distance, index));
-            }
-        }
-        let Some((_, index)) = best else { break };
-        order.push(running.layers[index].number);
-        let finals = running.remove(&resident, index)?;
-        let head = resident.model.head();
+    let mut divergences = Vec::new();
+    while running.removed.len() < task.remove {
+        let Some(index) = running.most_dispensable(&parent_rows)? else {
+            break;
+        };
+        let finals = running.remove(index)?;
+        let head = blocks.runner().model().head();
+        let parent = Head {
+            hidden: &parent,
+            weight: head,
+        };
         let mut sums = Divergences::new(1);
-        sums.add(
-            &*context.operations,
-            &[finals],
-            head,
-            Head {
-                hidden: &parent,
-                weight: head,
-            },
-            layout,
-        )?;
+        sums.add(&*context.operations, &[finals], head, parent, running.layout)?;
         divergences.extend(sums.means().iter().map(|mean| mean.mean));
     }
-    context.progress(total, total, "removals", || format!("removed {order:?}"))?;
+    running.done = running.total;
+    running.tell()?;
     Ok(TaskOutput::DepthOrder {
-        layers: order,
+        layers: running.removed,
         divergences,
     })
 }
 
-fn layers(resident: &Resident) -> Vec<Layer> {
+fn layers(architecture: &Architecture) -> Vec<Layer> {
     let mut layers: Vec<Layer> = Vec::new();
-    for (index, block) in resident.model.architecture.blocks.iter().enumerate() {
+    for (index, block) in architecture.blocks.iter().enumerate() {
         match layers.last_mut() {
             Some(last) if last.number == block.layer => last.blocks.end = index + 1,
             _ => layers.push(Layer {
@@ -107,42 +110,88 @@ fn layers(resident: &Resident) -> Vec<Layer> {
     layers
 }
 
-impl Running {
-    /// Computes the inputs of the layers after `from` anew, and the final hidden states.
-    fn extend(&mut self, resident: &Resident, from: usize) -> Result<Tensor> {
-        self.inputs.truncate(from + 1);
-        let mut hidden = match self.inputs.last() {
-            Some(input) => input.clone(),
-            None => {
-                return Err(Error::Invalid {
-                    reason: "the model has no input".to_owned(),
-                });
-            }
-        };
-        for layer in self.layers.get(from..).unwrap_or_default() {
-            hidden = resident
-                .runner
-                .blocks(layer.blocks.clone(), &hidden, self.layout)?;
-            self.inputs.push(hidden.clone());
-        }
-        Ok(resident.runner.final_norm(&hidden)?)
+impl Running<'_> {
+    fn tell(&self) -> Result<()> {
+        self.context.progress(self.done, self.total, "removals", || {
+            format!("removed {:?}", self.removed)
+        })
     }
 
-    /// Final hidden states without one of the layers left.
-    fn without(&self, resident: &Resident, index: usize) -> Result<Tensor> {
-        let mut hidden = self.inputs[index].clone();
-        for layer in &self.layers[index + 1..] {
-            hidden = resident
-                .runner
-                .blocks(layer.blocks.clone(), &hidden, self.layout)?;
+    /// Computes the inputs of the layers after the `from`th anew, and the final hidden states.
+    fn extend(&mut self, from: usize) -> Result<Tensor> {
+        self.inputs.truncate(from + 1);
+        let Some(mut hidden) = self.inputs.last().cloned() else {
+            return Err(Error::Invalid {
+                reason: "the model has no input".to_owned(),
+            });
+        };
+        let left = self.layers.get(from..).unwrap_or_default();
+        let ends: Vec<usize> = left.iter().map(|layer| layer.blocks.end).collect();
+        let wanted: Vec<usize> = left.iter().flat_map(|layer| layer.blocks.clone()).collect();
+        let runner = self.blocks.runner();
+        self.blocks.walk(self.context, &wanted, |block, weights| {
+            self.context.check_cancelled()?;
+            let Some(whole) = self.blocks.architecture().blocks.get(block) else {
+                return Ok(());
+            };
+            hidden = runner.block_with(&whole.shape, weights, &hidden, self.layout)?;
+            if ends.contains(&(block + 1)) {
+                self.inputs.push(hidden.clone());
+            }
+            Ok(())
+        })?;
+        Ok(runner.final_norm(&hidden)?)
+    }
+
+    /// Which of the layers left changes the final hidden states the least when it goes too.
+    fn most_dispensable(&mut self, parent_rows: &[f32]) -> Result<Option<usize>> {
+        let columns = self.blocks.architecture().hidden;
+        let mut best: Option<(f64, usize)> = None;
+        let candidates: Vec<usize> = (0..self.layers.len()).collect();
+        let bytes = |_: &usize| self.inputs.first().map_or(0, Tensor::bytes);
+        for group in groups(&candidates, bytes, self.blocks.room(self.context, 0)) {
+            self.tell()?;
+            let finals = self.without(group.clone())?;
+            for (index, finals) in group.zip(finals) {
+                let rows = self.context.operations.download(&finals)?;
+                let distance = cosine_distance(&rows, parent_rows, columns);
+                if best.is_none_or(|(least, _)| distance < least) {
+                    best = Some((distance, index));
+                }
+                self.done += 1;
+            }
         }
-        Ok(resident.runner.final_norm(&hidden)?)
+        Ok(best.map(|(_, index)| index))
+    }
+
+    /// Final hidden states without one of the layers left, for each of some.
+    fn without(&self, group: Range<usize>) -> Result<Vec<Tensor>> {
+        let end = self.blocks.architecture().blocks.len();
+        // Each enters after the layer that it does without.
+        let mut streams: Vec<Stream<'_>> = self.layers[group.clone()]
+            .iter()
+            .zip(&self.inputs[group])
+            .map(|(layer, input)| Stream {
+                form: &self.form,
+                from: layer.blocks.end,
+                layout: self.layout,
+                hidden: input.clone(),
+            })
+            .collect();
+        advance(self.context, self.blocks, 0..end, &mut streams, |_, _| Ok(()))?;
+        let runner = self.blocks.runner();
+        let normed = streams.iter().map(|stream| runner.final_norm(&stream.hidden));
+        Ok(normed.collect::<espalier_model::Result<_>>()?)
     }
 
     /// Removes one of the layers left for good; the final hidden states of what remains.
-    fn remove(&mut self, resident: &Resident, index: usize) -> Result<Tensor> {
-        self.layers.remove(index);
-        self.extend(resident, index)
+    fn remove(&mut self, index: usize) -> Result<Tensor> {
+        let layer = self.layers.remove(index);
+        for block in layer.blocks {
+            self.form = self.form.clone().with(block, &Variant::Skip)?;
+        }
+        self.removed.push(layer.number);
+        self.extend(index)
     }
 }
 

@@ -6,6 +6,7 @@
 
 use std::path::{Path, PathBuf};
 
+use espalier_model::Tensor;
 use espalier_model::checkpoint::Parent;
 use espalier_model::ops::{Axis, Head, Layout};
 use espalier_model::runner::Runner;
@@ -15,6 +16,8 @@ use std::io::BufRead;
 
 use super::Context;
 use super::divergence::count;
+use super::evaluate::Subject;
+use super::streams::{Part, Unit, finals};
 use crate::data::open::open;
 use crate::{Error, Result};
 
@@ -46,23 +49,32 @@ struct Scored {
     greedy: bool,
 }
 
-/// Accuracy on one file.
+/// Texts that run together.
+struct Batch {
+    /// Which of the items, by their place.
+    items: Vec<usize>,
+    layout: Layout,
+    /// Filled up to the longest.
+    tokens: Vec<u32>,
+}
+
+/// Accuracy on one file, whose part of the progress it is.
 pub(super) fn run(
     context: &Context<'_>,
     parent: &Parent,
-    runner: &Runner,
-    file: &str,
+    subject: Subject<'_>,
+    (file, part): (&str, Part<'_>),
     examples: usize,
 ) -> Result<Benchmark> {
     let path = PathBuf::from(file);
     let lines = read(&path, examples)?;
-    let longest = runner.model().architecture.max_positions;
+    let longest = subject.blocks.architecture().max_positions;
     let mut items = Vec::new();
     for (example, line) in lines.iter().enumerate() {
         context.check_cancelled()?;
         items.extend(items_of(parent, example, line, longest)?);
     }
-    let scored = score(context, runner, &items)?;
+    let scored = score(context, subject, part, &items)?;
     let right = lines.iter().enumerate().filter(|(example, line)| {
         let own: Vec<Scored> = items
             .iter()
@@ -179,9 +191,7 @@ fn is_right(line: &Line, scored: &[Scored]) -> bool {
 }
 
 /// Scores texts in batches of similar length.
-fn score(context: &Context<'_>, runner: &Runner, items: &[Item]) -> Result<Vec<Scored>> {
-    let mut order: Vec<usize> = (0..items.len()).collect();
-    order.sort_by_key(|index| items[*index].tokens.len());
+fn score(context: &Context<'_>, subject: Subject<'_>, part: Part<'_>, items: &[Item]) -> Result<Vec<Scored>> {
     let mut scored = vec![
         Scored {
             mean_log_likelihood: f64::NEG_INFINITY,
@@ -189,11 +199,39 @@ fn score(context: &Context<'_>, runner: &Runner, items: &[Item]) -> Result<Vec<S
         };
         items.len()
     ];
-    let rows = context.plan().rows(&runner.model().architecture);
-    let logit_rows = context.plan().logit_rows();
+    let plan = subject.blocks.plan(context);
+    let batches = batches(items, plan.rows(subject.blocks.architecture()));
+    let units: Vec<Unit<'_>> = batches
+        .iter()
+        .map(|batch| subject.unit(&batch.tokens, batch.layout))
+        .collect();
+    finals(context, subject.blocks, &units, part, |index, normed| {
+        let (Some(batch), Some(normed)) = (batches.get(index), normed.first()) else {
+            return Ok(());
+        };
+        let own: Vec<&Item> = batch.items.iter().map(|place| &items[*place]).collect();
+        let results = judge(
+            subject.blocks.runner(),
+            &own,
+            batch.layout,
+            normed,
+            plan.logit_rows(),
+        )?;
+        for (place, result) in batch.items.iter().zip(results) {
+            scored[*place] = result;
+        }
+        Ok(())
+    })?;
+    Ok(scored)
+}
+
+/// The items by length, as many together as have at most so many rows when they are filled up.
+fn batches(items: &[Item], rows: usize) -> Vec<Batch> {
+    let mut order: Vec<usize> = (0..items.len()).collect();
+    order.sort_by_key(|index| items[*index].tokens.len());
+    let mut batches = Vec::new();
     let mut rest = order.as_slice();
     while let Some(first) = rest.first() {
-        context.check_cancelled()?;
         let mut together = 1;
         let mut length = items[*first].tokens.len();
         while let Some(next) = rest.get(together) {
@@ -203,25 +241,34 @@ fn score(context: &Context<'_>, runner: &Runner, items: &[Item]) -> Result<Vec<S
             }
             (together, length) = (together + 1, longer);
         }
-        let (batch, left) = rest.split_at(together);
-        let chosen: Vec<&Item> = batch.iter().map(|index| &items[*index]).collect();
-        for (index, result) in batch
-            .iter()
-            .zip(score_batch(runner, &chosen, length, logit_rows)?)
-        {
-            scored[*index] = result;
+        let (own, left) = rest.split_at(together);
+        let layout = Layout {
+            sequences: own.len(),
+            tokens: length.max(1),
+        };
+        let mut tokens = Vec::with_capacity(layout.rows());
+        for (sequence, index) in own.iter().enumerate() {
+            tokens.extend_from_slice(&items[*index].tokens);
+            tokens.resize((sequence + 1) * layout.tokens, 0);
         }
+        batches.push(Batch {
+            items: own.to_vec(),
+            layout,
+            tokens,
+        });
         rest = left;
     }
-    Ok(scored)
+    batches
 }
 
-fn score_batch(runner: &Runner, items: &[&Item], length: usize, logit_rows: usize) -> Result<Vec<Scored>> {
-    let layout = Layout {
-        sequences: items.len(),
-        tokens: length.max(1),
-    };
-    let mut tokens = Vec::with_capacity(layout.rows());
+/// What each item's continuation gets by the final-normed states of its batch.
+fn judge(
+    runner: &Runner,
+    items: &[&Item],
+    layout: Layout,
+    normed: &Tensor,
+    logit_rows: usize,
+) -> Result<Vec<Scored>> {
     // The head is only asked about rows that predict a token of a continuation.
     let (mut rows, mut targets) = (Vec::new(), Vec::new());
     for (sequence, item) in items.iter().enumerate() {
@@ -229,16 +276,10 @@ fn score_batch(runner: &Runner, items: &[&Item], length: usize, logit_rows: usiz
             rows.push(sequence * layout.tokens + place - 1);
             targets.push(Some(*target));
         }
-        tokens.extend_from_slice(&item.tokens);
-        tokens.resize((sequence + 1) * layout.tokens, 0);
     }
     let operations = runner.operations().as_ref();
-    let normed = runner.hidden_states(&tokens, layout)?;
-    let wanted = operations.gather(&normed, &rows, Axis::Rows)?;
-    let head = Head {
-        hidden: &wanted,
-        weight: runner.model().head(),
-    };
+    let wanted = operations.gather(normed, &rows, Axis::Rows)?;
+    let head = runner.head(&wanted);
     let losses = operations.cross_entropy(head, &operations.tokens(&[], Some(&targets))?, None)?;
     let losses = operations.download(&losses.rows)?;
     let greedy = likeliest(runner, &wanted, logit_rows)?;
@@ -262,7 +303,7 @@ fn score_batch(runner: &Runner, items: &[&Item], length: usize, logit_rows: usiz
 }
 
 /// The likeliest next token of each row, a few rows at a time.
-fn likeliest(runner: &Runner, hidden: &espalier_model::Tensor, rows: usize) -> Result<Vec<u32>> {
+fn likeliest(runner: &Runner, hidden: &Tensor, rows: usize) -> Result<Vec<u32>> {
     let operations = runner.operations().as_ref();
     let mut found = Vec::with_capacity(hidden.rows());
     let mut start = 0;

@@ -20,6 +20,8 @@ const HOST_TRAINING_ROWS: usize = 512;
 const HOST_ACTIVATION_BYTES: usize = 640 << 20;
 /// Of the parent's block inputs on the host.
 const HOST_INPUT_BYTES: usize = 1 << 30;
+/// Of states that go through streamed blocks together on the host.
+const HOST_STREAM_BYTES: usize = 1 << 30;
 /// Of the parent's final hidden states on the host.
 const HOST_STATE_BYTES: usize = 512 << 20;
 /// Rows of logits that are held at once on the host.
@@ -27,6 +29,8 @@ const HOST_LOGIT_ROWS: usize = 64;
 
 /// Rows that run together on a GPU where they fit; more gain nothing.
 const MOST_ROWS: usize = 8192;
+/// Rows that run together on a GPU however little is free.
+const LEAST_ROWS: usize = 256;
 /// Down to as many rows smaller micro-batches are better than computing activations twice.
 const FEW_ROWS: usize = 2048;
 /// Rows of logits that are held at once on a GPU.
@@ -99,13 +103,23 @@ impl Plan {
         }
     }
 
+    /// What is free, where the weights of `model`, which take so many bytes, and a few rows that run through them do not
+    /// fit; none where they do.
+    pub fn too_little_for(self, model: &Architecture, bytes: usize) -> Option<usize> {
+        let passing = || passing_bytes(model, LEAST_ROWS).saturating_add(SMALL_THINGS);
+        match (self.free, self.host_limit) {
+            (Some(free), _) => (free < bytes.saturating_add(passing())).then_some(free),
+            (None, limit) => limit.filter(|limit| *limit < bytes),
+        }
+    }
+
     /// Rows of `model` that run together when nothing is trained.
     pub fn rows(self, model: &Architecture) -> usize {
         let Some(free) = self.free else {
             return HOST_ROWS;
         };
         let fits = |rows: &usize| passing_bytes(model, *rows) <= free / 4;
-        halves(MOST_ROWS, 256).find(fits).unwrap_or(256)
+        halves(MOST_ROWS, LEAST_ROWS).find(fits).unwrap_or(LEAST_ROWS)
     }
 
     /// Rows whose logits are held at once.
@@ -116,12 +130,31 @@ impl Plan {
     /// The parent's block inputs are kept when they fit in this many bytes; else they are computed again for each
     /// block.
     pub fn input_bytes(self) -> usize {
-        self.free.map_or(HOST_INPUT_BYTES, |free| free / 2)
+        self.free
+            .map_or_else(|| self.on_the_host(HOST_INPUT_BYTES), |free| free / 2)
+    }
+
+    /// Bytes of states on the host, where weights are limited no more than those.
+    fn on_the_host(self, most: usize) -> usize {
+        self.host_limit.map_or(most, |limit| limit.min(most))
+    }
+
+    /// Hidden states that go through streamed blocks together take at most so many bytes: each further group of them has
+    /// every weight read again.
+    pub fn stream_bytes(self) -> usize {
+        self.free
+            .map_or_else(|| self.on_the_host(HOST_STREAM_BYTES), |free| free / 2)
     }
 
     /// The same, where so many bytes more can be given up.
     pub fn with_more(self, bytes: usize) -> Self {
         let free = self.free.map(|free| free.saturating_add(bytes));
+        Self { free, ..self }
+    }
+
+    /// The same, where so many bytes are taken besides.
+    pub fn with_less(self, bytes: usize) -> Self {
+        let free = self.free.map(|free| free.saturating_sub(bytes));
         Self { free, ..self }
     }
 
@@ -321,6 +354,27 @@ mod tests {
         assert_eq!((plan.rows(&model), plan.logit_rows()), (2048, 64));
         let training = plan.training(&model, &model, 64, 8, ALONE).unwrap();
         assert_eq!((training.rows, training.parent_rows), (512, 64));
+    }
+
+    #[test]
+    fn a_parent_that_leaves_no_room_for_rows_does_not_fit() {
+        let model = smollm2();
+        let bytes = 269 << 20;
+        let fits = |free: usize| with_free(free as u64).too_little_for(&model, bytes).is_none();
+        let workspace = passing_bytes(&model, LEAST_ROWS) + SMALL_THINGS;
+        assert!(fits(bytes + workspace) && !fits(bytes + workspace - 1));
+        assert_eq!(with_free(1 << 20).too_little_for(&model, bytes), Some(1 << 20));
+        assert_eq!(with_free(100).with_less(30).stream_bytes(), 35);
+        // Of the host only the weights are counted, and only where it is limited.
+        let host = Plan::of(None);
+        assert_eq!(host.too_little_for(&model, usize::MAX), None);
+        let limited = host.with_host_limit(Some(bytes as u64));
+        assert_eq!(limited.too_little_for(&model, bytes), None);
+        assert_eq!(limited.too_little_for(&model, bytes + 1), Some(bytes));
+        assert_eq!(
+            (host.stream_bytes(), limited.stream_bytes()),
+            (HOST_STREAM_BYTES, bytes)
+        );
     }
 
     #[test]

@@ -1,13 +1,10 @@
 //! Rank: KL of whole candidates, untrained, to choose among a grid.
 
-use std::sync::Arc;
-
 use espalier_model::ops::Head;
-use espalier_model::runner::Runner;
 use espalier_proto::task::{Rank, TaskOutput};
 
-use super::caches::finals;
 use super::divergence::Divergences;
+use super::streams::{Form, Part, Start, Unit, finals};
 use super::{Caches, Context};
 use crate::Result;
 
@@ -15,32 +12,47 @@ use crate::Result;
 const TOGETHER: usize = 8;
 
 pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Rank) -> Result<TaskOutput> {
-    let resident = caches.parent(context, &task.parent)?;
-    let batches = caches.batches(context, &task.parent, &task.shard, false)?;
-    let total = task.candidates.len();
-    let mut divergences = Vec::with_capacity(total);
-    for group in task.candidates.chunks(TOGETHER) {
-        let mut sums = Divergences::new(group.len());
-        let mut runners = Vec::with_capacity(group.len());
-        for candidate in group {
-            let model = Arc::new(resident.model.slice(candidate)?);
-            runners.push(Runner::new(Arc::clone(&context.operations), model));
-        }
-        for batch in batches.iter() {
-            let mut students = Vec::with_capacity(group.len());
-            for (index, runner) in runners.iter().enumerate() {
-                context.progress(divergences.len() + index, total, "candidates", String::new)?;
-                students.push(finals(runner, &batch.tokens, batch.layout)?);
-            }
-            let head = resident.model.head();
-            let parent = Head {
-                hidden: &batch.finals,
-                weight: head,
-            };
-            sums.add(&*context.operations, &students, head, parent, batch.layout)?;
-        }
-        divergences.extend(sums.means().iter().map(|mean| mean.mean));
-    }
-    context.progress(total, total, "candidates", String::new)?;
-    Ok(TaskOutput::Rank { divergences })
+    let held = caches.held(context, &task.parent)?;
+    let batches = caches.batches(context, &task.parent, &task.shard)?;
+    let (blocks, architecture) = (held.blocks(), held.architecture());
+    let forms = task.candidates.iter();
+    let forms: Vec<Form> = forms
+        .map(|candidate| Form::of(architecture, candidate))
+        .collect::<Result<_>>()?;
+    // Some candidates and a batch each, the batches of the same candidates after one another.
+    let unit = |forms| {
+        batches.iter().map(move |batch| Unit {
+            forms,
+            layout: batch.layout,
+            start: Start::Tokens(&batch.tokens),
+        })
+    };
+    let units: Vec<Unit<'_>> = forms.chunks(TOGETHER).flat_map(unit).collect();
+    let mut sums: Vec<Divergences> = forms
+        .chunks(TOGETHER)
+        .map(|forms| Divergences::new(forms.len()))
+        .collect();
+    let note = format!("{} candidates", forms.len());
+    finals(context, blocks, &units, Part::only(&note), |index, students| {
+        let (chunk, batch) = (index / batches.len(), index % batches.len());
+        let (Some(sums), Some(batch)) = (sums.get_mut(chunk), batches.get(batch)) else {
+            return Ok(());
+        };
+        let parent = Head {
+            hidden: &batch.finals,
+            weight: blocks.runner().model().head(),
+        };
+        sums.add(
+            &*context.operations,
+            &students,
+            parent.weight,
+            parent,
+            batch.layout,
+        )
+    })?;
+    context.progress(1, 1, "blocks", || note.clone())?;
+    let divergences = sums.iter().flat_map(Divergences::means).map(|mean| mean.mean);
+    Ok(TaskOutput::Rank {
+        divergences: divergences.collect(),
+    })
 }

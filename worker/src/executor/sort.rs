@@ -1,13 +1,12 @@
 //! Sort: sums of all shards, merged in the order given, become the order of every prunable axis.
 
 use espalier_model::importance::Importance;
-use espalier_model::sort::Permutation;
 use espalier_proto::task::{ArtifactId, Sort, TaskOutput};
 
-use super::{Caches, Context};
+use super::{Context, parent};
 use crate::{Error, Result};
 
-pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Sort) -> Result<TaskOutput> {
+pub(super) fn run(context: &Context<'_>, task: &Sort) -> Result<TaskOutput> {
     let total = task.importance.len();
     let mut merged: Option<Importance> = None;
     for (index, artifact) in task.importance.iter().enumerate() {
@@ -21,8 +20,9 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Sort) -> Re
     let merged = merged.ok_or_else(|| Error::Invalid {
         reason: "importance is empty, expected the sums of at least one shard".to_owned(),
     })?;
-    let resident = caches.parent(context, &task.parent)?;
-    let permutation = Permutation::from_importance(&merged, &resident.model, &*context.operations)?;
+    // A few of its tensors are read, one at a time; what is kept of it in memory stays.
+    let files = parent::open(context, &task.parent)?;
+    let permutation = files.parent().permutation(&merged, &*context.operations)?;
     let permutation = context.put_written(|path| permutation.save(path))?;
     context.progress(total, total, "shards", String::new)?;
     Ok(TaskOutput::Sort { permutation })

@@ -12,7 +12,8 @@ use espalier_proto::task::{ArtifactId, Recover};
 use super::team::Team;
 use crate::Result;
 use crate::executor::caches::ResidentStage;
-use crate::executor::{Caches, Context, Resident};
+use crate::executor::parent::Resident;
+use crate::executor::{Caches, Context};
 
 /// The parent, as one rank has it.
 pub(super) enum Teacher {
