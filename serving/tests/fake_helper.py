@@ -25,6 +25,7 @@ Time passes as if it were slept. The environment says what else is different:
                          twice         the answer, twice
                          nothing       an answer without its fields
                          orphan        a child is left behind in the process group, then as usual
+                         raise         an exception within, which closes the engine
                          fatal         an error that ends the process with 3
                          no_vllm, version, invalid, unsupported, out_of_memory, busy, engine   an error of that kind
                          protocol      an error that the other side speaks another version
@@ -264,7 +265,7 @@ class FakePlatform:
         block_tokens = fields["block_tokens"] or (16 if CUDA else 128)
         block_bytes = block_tokens * sum(by_token.values())
         limits = {key: fields[key] for key in ("max_tokens", "max_sequences", "max_context", "kv_bytes")}
-        limits.update(block_tokens=block_tokens, kv_blocks=fields["kv_bytes"] // block_bytes)
+        limits.update(block_tokens=block_tokens, kv_blocks=fields["kv_bytes"] // block_bytes, windows=[None])
         tables = config["vocab_size"] * config["hidden_size"] * (1 if config.get("tie_word_embeddings") else 2)
         weights = size * (tables + sum(block_weights(config, block) for block in config["blocks"]))
         engine = FakeEngine(config, limits, fields["graph_sizes"] or [1, 2, 4, 8, 16, 32, 64])
@@ -381,6 +382,8 @@ def misbehave(what, channel, number):
         channel_write(b"\xff\x00 not JSON\n")
     elif what == "orphan":
         subprocess.Popen(["sleep", "600"])
+    elif what == "raise":
+        raise RuntimeError("fell over within")
     elif what == "fatal":
         raise Failure("engine", "CUDA error: an illegal memory access was encountered", fatal=True)
     elif what not in ("half", "wrong_id", "twice", "nothing"):

@@ -16,7 +16,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from client import Client, Refused  # noqa: E402
-from espalier_vllm.helper import memory, needs, prompts, requests  # noqa: E402
+from espalier_vllm.helper import engine, measure, memory, needs, prompts, requests  # noqa: E402
+from espalier_vllm.helper.failure import Failure  # noqa: E402
 
 FAKE = [sys.executable, str(HERE / "fake_helper.py"), "-m", "espalier_vllm.helper"]
 
@@ -273,6 +274,16 @@ class Misbehaviour(Helper):
             self.refused(kind, client, "hello", protocol=1)
             client.ask("hello", protocol=1)
 
+    def test_an_engine_that_raised_is_closed_and_others_stay_open(self):
+        client = self.misbehaving("steps:1=raise")
+        client.ask("hello", protocol=1)
+        for name in "ab":
+            client.ask("open", engine=name, config=config(attention()), **OPTIONS)
+        timing = {"point": {"decode": {"context": 40, "sequences": 4}}, "repeats": 2}
+        self.assertIn("fell over", self.refused("engine", client, "steps", engine="a", **timing))
+        self.refused("unknown_engine", client, "steps", engine="a", **timing)
+        client.ask("steps", engine="b", **timing)
+
     def test_a_failure_is_planned_for_one_request_of_many(self):
         client = self.misbehaving("memory:2=busy")
         client.ask("hello", protocol=1)
@@ -339,6 +350,52 @@ class Pure(unittest.TestCase):
         with tempfile.TemporaryDirectory() as work:
             Path(work, "model.safetensors").write_bytes(bytes(77))
             self.assertEqual(needs.weight_bytes({}, work, "bf16"), 77)
+
+    def test_exceptions_of_vllm_become_kinds_that_say_what_to_do(self):
+        platform = engine.Platform()
+        memory_class = type("OutOfMemoryError", (RuntimeError,), {})
+        for error, kind, fatal in (
+            (memory_class("CUDA out of memory. Tried to allocate 2.00 GiB"), "out_of_memory", False),
+            (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out_of_memory", False),
+            (MemoryError(), "out_of_memory", False),
+            (RuntimeError("CUDA error: an illegal memory access was encountered"), "engine", True),
+            (ValueError("Free memory on device cuda:0 (1/139 GiB) on startup is less"), "busy", False),
+            (
+                ValueError("2 GiB KV cache is needed, which is larger than the available KV cache memory"),
+                "invalid",
+                False,
+            ),
+            (RuntimeError("Unsupported CPU attention configuration"), "unsupported", False),
+            (NotImplementedError("no such layer"), "unsupported", False),
+            (AssertionError(), "engine", False),
+        ):
+            failure = platform.failure(error)
+            self.assertEqual((failure.kind, failure.fatal), (kind, fatal), failure.says)
+        platform.open_engines.append(None)
+        self.assertEqual(platform.failure(ValueError("Free memory on device cuda:0")).kind, "out_of_memory")
+
+    def test_only_versions_that_were_tested_or_are_trusted_are_gone_on_with(self):
+        self.assertTrue(engine.check_version("0.32.0+cpu", []))
+        self.assertTrue(engine.check_version("0.26.1", []))
+        self.assertFalse(engine.check_version("0.3.2", ["0.3"]))
+        for version in ("0.3.2", "0.33.0", "1.26.0", "0.260.0"):
+            with self.assertRaises(Failure) as caught:
+                engine.check_version(version, ["0.31"])
+            self.assertEqual(caught.exception.kind, "version")
+
+    def test_the_environment_is_settled_whatever_the_user_has(self):
+        found = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
+        engine.prepare_environment(found)
+        self.assertNotIn("VLLM_CPU_KVCACHE_SPACE", found)
+        self.assertEqual(found["VLLM_ENABLE_V1_MULTIPROCESSING"], "0")
+        self.assertEqual(found["VLLM_LOGGING_LEVEL"], "DEBUG")
+        self.assertEqual(found["HF_HUB_OFFLINE"], "1")
+
+    def test_a_window_needs_no_more_blocks_than_it_keeps(self):
+        limits = {"block_tokens": 32, "max_tokens": 64, "windows": [None]}
+        self.assertEqual(measure.blocks_of(limits, 1000), 32)
+        self.assertEqual(measure.blocks_of({**limits, "windows": [100, None]}, 1000), 32 + 7)
+        self.assertEqual(measure.blocks_of({**limits, "windows": [100]}, 33), 2)
 
     def test_the_most_that_was_held_is_seen_after_it_was_given_back_and_forgotten_once_told(self):
         for marked in (True, False):

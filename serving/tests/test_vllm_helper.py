@@ -157,6 +157,17 @@ class Helper(unittest.TestCase):
         prefill = {"prefill": {"tokens": 100, "sequences": 2}}
         self.assertEqual(len(self.client.ask("steps", engine="c", point=prefill, repeats=2)["wall_ms"]), 2)
 
+    def test_windows_need_fewer_blocks_than_the_context_has(self):
+        windowed = {**attention(2, 1), "sliding_window": 32}
+        # A sequence of 200 tokens keeps ⌈(31 + 64) / 32⌉ + 1 = 4 blocks: 8 of them fit into 39, of 7 blocks each not.
+        block = 32 * 2 * 32 * 4
+        point = {"decode": {"context": 200, "sequences": 8}}
+        more = {"changes": {"family": "mistral"}, "max_tokens": 64, "kv_bytes": 39 * block}
+        self.open("windowed", windowed, mlp(64), **more)
+        self.assertEqual(len(self.client.ask("steps", engine="windowed", point=point, repeats=3)["wall_ms"]), 3)
+        self.open("whole", attention(2, 1), mlp(64), **{**more, "changes": {}})
+        self.refused("invalid", "steps", engine="whole", point=point, repeats=3)
+
     def test_a_workload_is_served_with_its_concurrency_and_runs_out_of_blocks_where_one_is_missing(self):
         # Four sequences of 64 tokens fill two blocks each; one more block is never given to a sequence.
         workload = {"prompt_tokens": 31, "output_tokens": 33, "concurrency": 4}

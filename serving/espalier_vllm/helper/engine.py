@@ -173,12 +173,9 @@ class Platform:
 
 
 def is_out_of_memory(error):
-    import torch
-
-    says = str(error)
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and ("can't allocate memory" in says or "not enough memory" in says)
-    )
+    # torch's own class by its name: without torch there is nothing of it to compare with.
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or bool(re.search(r"can't allocate memory|not enough memory|CUDA error: out of memory", str(error)))
 
 
 def cpu_head_sizes():
@@ -229,6 +226,7 @@ class Engine:
             **{key: fields[key] for key in ("max_tokens", "max_sequences", "max_context", "kv_bytes")},
             "block_tokens": cache.block_size,
             "kv_blocks": layout.num_blocks,
+            "windows": [window_of(group.kv_cache_spec) for group in layout.kv_cache_groups],
         }
         self.sampling = lambda new_tokens, **more: SamplingParams(
             temperature=0.0,
@@ -367,6 +365,12 @@ def pool_bytes(layout):
     """Bytes of all pages: 0.26 gives each tensor its size, 0.32 each the size of the one allocation that all lie in."""
     sizes = [tensor.size for tensor in layout.kv_cache_tensors]
     return sizes[0] if hasattr(layout.kv_cache_tensors[0], "layers") else sum(sizes)
+
+
+def window_of(spec):
+    """The sliding window of a group of layers, or None. Layers with unequal pages are one group, a spec for each."""
+    specs = getattr(spec, "kv_cache_specs", None)
+    return getattr(next(iter(specs.values())) if specs else spec, "sliding_window", None)
 
 
 def keep_shared(kept):

@@ -17,11 +17,21 @@ def check_fits(limits, sequences, context, field):
         raise invalid(f"{field} sequences", sequences, f"at most max_sequences, {limits['max_sequences']}")
     if context > limits["max_context"]:
         raise invalid(f"{field} tokens of a sequence", context, f"at most max_context, {limits['max_context']}")
-    blocks = sequences * -(-context // limits["block_tokens"])
+    blocks = sequences * blocks_of(limits, context)
     # One block is never given to a sequence.
     if blocks >= limits["kv_blocks"]:
         expected = f"at most {limits['kv_blocks'] - 1}, which is what kv_bytes {limits['kv_bytes']} holds"
         raise invalid(f"{field} blocks of keys and values", blocks, expected)
+
+
+def blocks_of(limits, context):
+    """Blocks of one sequence: each group of layers has its own, and frees those that its window has left behind."""
+    size = limits["block_tokens"]
+    whole = -(-context // size)
+    kept = [
+        whole if window is None else -(-(window - 1 + limits["max_tokens"]) // size) + 1 for window in limits["windows"]
+    ]
+    return sum(min(whole, blocks) for blocks in kept)
 
 
 class Times:
@@ -164,8 +174,8 @@ def serve(engine, workload, requests, stage):
     try:
         while ended < requests:
             while len(courses) - ended < concurrency and len(courses) < requests:
-                name = engine.add(length, new_tokens)
-                courses[name] = Course(clock.now().wall)
+                came = clock.now().wall
+                courses[engine.add(length, new_tokens)] = Course(came)
             tokens, gone = engine.step()
             now = clock.now().wall
             taken += 1
