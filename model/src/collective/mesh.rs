@@ -8,6 +8,13 @@
 //! Bytes go on *lanes*, each in order and apart from the others. A lane holds a few frames that nobody has asked for
 //! yet, then its sender waits: memory is bounded, and a reader never stands still, so that beats come through.
 //!
+//! Ranks that wait for each other in [`Mesh::exchange`] wait as long as the mesh is whole: one of them may work alone for
+//! an hour, as where it stores what all have made. Such a wait ends all the same. A rank whose process ends or stands
+//! still breaks the mesh. One whose process lives and does nothing is missed by whoever runs it, and is killed, which
+//! breaks the mesh. That all wait for each other cannot be: each sends before it waits, and what one exchange sends finds
+//! room whether or not anybody receives. A rank that is elsewhere, in a call on another lane, is let go by that call's
+//! deadline.
+//!
 //! Rooms: [`frame`] is what goes over a connection, [`hello`] how ranks find each other, [`peer`] one connection and
 //! its two threads, [`shared`] what all threads of a mesh know.
 
@@ -28,7 +35,7 @@ use std::time::{Duration, Instant};
 use super::{Error, Loss};
 use hello::Identity;
 use peer::Peer;
-use shared::Shared;
+use shared::{Patience, Shared};
 
 /// The most bytes of one frame on a lane.
 pub(super) const PIECE: usize = frame::LARGEST;
@@ -47,7 +54,9 @@ pub struct Options {
     /// How long a rank may be silent before it counts as lost. Ranks that have nothing to say beat five times as
     /// often.
     pub silence: Duration,
-    /// How long one call may take, from the moment on which it could begin; it may have to wait for a slower rank.
+    /// How long one call of a communicator may take, from the moment on which it could begin; it may have to wait for
+    /// a slower rank. Longer than a rank may do nothing before whoever watches it ends it: that rank is to blame, and
+    /// not those that wait for it.
     pub call: Duration,
 }
 
@@ -56,7 +65,7 @@ impl Default for Options {
         Self {
             forming: Duration::from_secs(120),
             silence: Duration::from_secs(5),
-            call: Duration::from_secs(600),
+            call: Duration::from_secs(900),
         }
     }
 }
@@ -190,11 +199,12 @@ impl Mesh {
         self.shared.on_break(Box::new(hook));
     }
 
-    /// Every rank's bytes, in the order of the ranks; every rank must call it.
+    /// Every rank's bytes, in the order of the ranks; every rank must call it, and each waits for the last, however late
+    /// that comes.
     ///
     /// # Errors
-    /// When the mesh breaks, a call takes too long, or a rank has left, all of which breaks it for every rank; when the
-    /// bytes are more than [`EXCHANGED`].
+    /// When the mesh breaks or a rank has left, which breaks it for every rank; when the bytes are more than
+    /// [`EXCHANGED`].
     pub fn exchange(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
         if bytes.len() > EXCHANGED {
             return Err(Error::TooLong {
@@ -209,17 +219,15 @@ impl Mesh {
     }
 
     fn exchanged(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
-        let deadline = Instant::now() + self.options().call;
-        let others = || (0..self.size()).filter(|&other| other != self.rank());
-        for other in others() {
-            self.send(
-                other,
-                EXCHANGE,
-                (bytes.len() as u64).to_le_bytes().to_vec(),
-                deadline,
-            )?;
+        let send = |to, bytes| self.shared.send(to, EXCHANGE, bytes, Patience::WhileWhole);
+        let receive = |from| {
+            self.shared
+                .receive(from, EXCHANGE, "exchange", Patience::WhileWhole)
+        };
+        for other in (0..self.size()).filter(|&other| other != self.rank()) {
+            send(other, (bytes.len() as u64).to_le_bytes().to_vec())?;
             for piece in bytes.chunks(PIECE) {
-                self.send(other, EXCHANGE, piece.to_vec(), deadline)?;
+                send(other, piece.to_vec())?;
             }
         }
         let mut all = vec![Vec::new(); self.size()];
@@ -228,13 +236,13 @@ impl Mesh {
                 *place = bytes.to_vec();
                 continue;
             }
-            let head = self.receive(other, EXCHANGE, "exchange", deadline)?;
+            let head = receive(other)?;
             let length = head.as_slice().try_into().map_or(u64::MAX, u64::from_le_bytes);
             if length > EXCHANGED as u64 {
                 return Err(self.nonsense(other, format!("it exchanges {length} bytes")));
             }
             while (place.len() as u64) < length {
-                place.extend(self.receive(other, EXCHANGE, "exchange", deadline)?);
+                place.extend(receive(other)?);
             }
             if place.len() as u64 > length {
                 return Err(self.nonsense(other, format!("more than the {length} bytes that it exchanges")));
@@ -245,7 +253,7 @@ impl Mesh {
 
     /// Puts a frame of at most [`PIECE`] bytes on a lane to rank `to`; waits while the lane is full.
     pub(super) fn send(&self, to: usize, lane: u64, bytes: Vec<u8>, deadline: Instant) -> Result<(), Error> {
-        self.shared.send(to, lane, bytes, deadline)
+        self.shared.send(to, lane, bytes, Patience::Until(deadline))
     }
 
     /// The next frame on a lane from rank `from`.
@@ -256,7 +264,8 @@ impl Mesh {
         operation: &'static str,
         deadline: Instant,
     ) -> Result<Vec<u8>, Error> {
-        self.shared.receive(from, lane, operation, deadline)
+        let patience = Patience::Until(deadline);
+        self.shared.receive(from, lane, operation, patience)
     }
 
     /// An error if `rank` has left, for whoever still wants something of it.

@@ -20,6 +20,29 @@ const LOOK: Duration = Duration::from_millis(500);
 /// Told when the mesh breaks.
 pub(super) type Hook = Box<dyn FnOnce(&Error) + Send>;
 
+/// How long a wait may take.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Patience {
+    Until(Instant),
+    /// As long as the mesh is whole.
+    WhileWhole,
+}
+
+impl Patience {
+    /// When whoever waits looks next.
+    fn look(self) -> Instant {
+        let next = Instant::now() + LOOK;
+        match self {
+            Self::Until(deadline) => deadline.min(next),
+            Self::WhileWhole => next,
+        }
+    }
+
+    fn is_over(self) -> bool {
+        matches!(self, Self::Until(deadline) if Instant::now() >= deadline)
+    }
+}
+
 /// What all threads of a mesh know.
 pub(super) struct Shared {
     pub(super) rank: usize,
@@ -261,7 +284,7 @@ impl Shared {
         Ok(())
     }
 
-    pub(super) fn send(&self, to: usize, lane: u64, bytes: Vec<u8>, deadline: Instant) -> Result<(), Error> {
+    pub(super) fn send(&self, to: usize, lane: u64, bytes: Vec<u8>, patience: Patience) -> Result<(), Error> {
         let begun = Instant::now();
         loop {
             let is_left = {
@@ -272,11 +295,11 @@ impl Shared {
             let Some(peer) = self.peer(to).filter(|_| !is_left) else {
                 return Err(self.lost(to, Loss::Left));
             };
-            if peer.wait_for_credit(lane, deadline.min(Instant::now() + LOOK)) {
+            if peer.wait_for_credit(lane, patience.look()) {
                 peer.queue_data(lane, bytes);
                 return Ok(());
             }
-            if Instant::now() >= deadline {
+            if patience.is_over() {
                 return Err(Error::Deadline {
                     operation: "send",
                     waited: begun.elapsed(),
@@ -290,7 +313,7 @@ impl Shared {
         from: usize,
         lane: u64,
         operation: &'static str,
-        deadline: Instant,
+        patience: Patience,
     ) -> Result<Vec<u8>, Error> {
         let begun = Instant::now();
         let mut state = self.state();
@@ -310,16 +333,16 @@ impl Shared {
             if state.left.contains(&from) {
                 return Err(self.lost(from, Loss::Left));
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if patience.is_over() {
                 return Err(Error::Deadline {
                     operation,
                     waited: begun.elapsed(),
                 });
             }
+            let pause = patience.look().saturating_duration_since(Instant::now());
             state = self
                 .changed
-                .wait_timeout(state, left.min(LOOK))
+                .wait_timeout(state, pause)
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }

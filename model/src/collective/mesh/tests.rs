@@ -250,6 +250,26 @@ fn a_rank_whose_process_ends_is_lost_to_all_and_every_wait_ends() {
 }
 
 #[test]
+fn an_exchange_waits_for_a_rank_that_works_alone_for_longer_than_a_call_may_take_and_for_none_that_is_gone() {
+    let call = Duration::from_millis(50);
+    let mut all = meshes(2, &Options { call, ..patient() });
+    let later = all.remove(1);
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| all[0].exchange(b"early"));
+        std::thread::sleep(call * 12);
+        assert_eq!(later.exchange(b"late").unwrap(), [b"early".as_slice(), b"late"]);
+        assert_eq!(waiting.join().unwrap().unwrap()[1], b"late");
+    });
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| all[0].exchange(b"").unwrap_err());
+        std::thread::sleep(call);
+        later.shared.end();
+        let error = waiting.join().unwrap();
+        assert!(matches!(error, Error::RankLost { rank: 1, .. }), "{error}");
+    });
+}
+
+#[test]
 fn a_rank_that_gives_up_is_named_with_its_reason() {
     let all = meshes(3, &patient());
     all[2].give_up(Error::Deadline {
