@@ -53,6 +53,13 @@ impl BlockingStore {
         Ok(Self { store, runtime })
     }
 
+    /// As [`ArtifactStore::telling_of_waits`].
+    #[must_use]
+    pub fn telling_of_waits(self, tell: impl Fn() + Send + Sync + 'static) -> Self {
+        let store = self.store.telling_of_waits(tell);
+        Self { store, ..self }
+    }
+
     /// As [`ArtifactStore::location`].
     pub fn location(&self) -> String {
         self.store.location()

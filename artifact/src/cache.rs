@@ -6,8 +6,10 @@
 //! scratch/                            what is being written or downloaded
 //! ```
 
+use std::fmt;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use futures::TryStreamExt;
@@ -24,13 +26,37 @@ pub(crate) const LEFTOVER: Duration = Duration::from_secs(24 * 3600);
 /// How often a lock that another process holds is tried.
 const LOCK_PAUSE: Duration = Duration::from_millis(100);
 /// A holder that has not got on for this long is not waited for: longer than one part may take, and shorter than an
-/// attempt may do nothing.
+/// attempt may do nothing. Whoever waits for one that gets on is told so each time.
 const LOCK_PATIENCE: Duration = Duration::from_secs(240);
 
 #[derive(Debug, Clone)]
 pub(crate) struct Cache {
     directory: PathBuf,
     limit_bytes: u64,
+    /// Told while this process waits for another one's download that gets on.
+    pub waits: Listener,
+}
+
+/// Told of something again and again; nobody by default.
+#[derive(Clone, Default)]
+pub(crate) struct Listener(Option<Arc<dyn Fn() + Send + Sync>>);
+
+impl Listener {
+    pub fn new(tell: impl Fn() + Send + Sync + 'static) -> Self {
+        Self(Some(Arc::new(tell)))
+    }
+
+    fn tell(&self) {
+        if let Some(tell) = &self.0 {
+            tell();
+        }
+    }
+}
+
+impl fmt::Debug for Listener {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("Listener")
+    }
 }
 
 /// Names an operation's file in its error.
@@ -93,6 +119,7 @@ impl Cache {
         let cache = Self {
             directory: options.cache_dir.clone(),
             limit_bytes: options.cache_bytes,
+            waits: Listener::default(),
         };
         for room in ["artifacts", "locks", "scratch"] {
             let room = cache.directory.join(room);
@@ -201,7 +228,11 @@ impl Cache {
             // Said before it is read, so that nobody evicts it meanwhile.
             used(&path);
             match hash_file(&path) {
-                Ok(found) if found == name => Ok(Some(path)),
+                Ok(found) if found == name => {
+                    // To read it may have taken longer than it counts as in use, and somebody have evicted it meanwhile.
+                    used(&path);
+                    Ok(path.is_file().then_some(path))
+                }
                 Ok(_) => {
                     tracing::warn!(%name, "a cached artifact is damaged: it is fetched again");
                     fs::remove_file(&path).or_else(gone).map_err(io_error(&path))?;
@@ -237,6 +268,7 @@ impl Cache {
             let now = noted();
             if now != progress {
                 (progress, since) = (now, Instant::now());
+                self.waits.tell();
             }
             if since.elapsed() >= patience {
                 tracing::warn!(%name, "whoever downloads for this machine does not get on: downloading beside it");
@@ -298,6 +330,8 @@ fn gone(error: std::io::Error) -> std::io::Result<()> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
 
     fn aged(cache: &Cache, content: &[u8], age: Duration) -> PathBuf {
@@ -377,6 +411,14 @@ mod tests {
         assert_eq!(fs::read(path).unwrap(), b"weights");
 
         let patience = Duration::from_secs(2);
+        let told = Arc::new(AtomicUsize::new(0));
+        let tell = Arc::clone(&told);
+        let cache = Cache {
+            waits: Listener::new(move || {
+                tell.fetch_add(1, Ordering::SeqCst);
+            }),
+            ..cache
+        };
         let waits = cache.lock(patience, &name);
         tokio::pin!(waits);
         let start = Instant::now();
@@ -385,6 +427,14 @@ mod tests {
             let early = tokio::time::timeout(LOCK_PAUSE, &mut waits).await;
             assert!(early.is_err(), "a holder that gets on is waited for");
         }
+        let seen = told.load(Ordering::SeqCst);
+        assert!(seen >= 4, "{seen}: whoever waits can say that it gets on");
+        let early = tokio::time::timeout(patience / 2, &mut waits).await;
+        assert!(early.is_err());
+        assert!(
+            told.load(Ordering::SeqCst) <= seen + 1,
+            "it does not get on any more"
+        );
         drop(held);
         assert!(waits.await.unwrap().is_some());
     }

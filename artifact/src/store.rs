@@ -9,7 +9,7 @@ use std::time::SystemTime;
 use bytes::Bytes;
 use object_store::path::Path as Key;
 
-use crate::cache::{Cache, io_error, is_staged, sweep, sweep_staged, unused_path};
+use crate::cache::{Cache, Listener, io_error, is_staged, sweep, sweep_staged, unused_path};
 use crate::location::{Absent, Opened};
 use crate::objects::{Objects, PART_BYTES};
 use crate::sealed::{seal, unseal};
@@ -80,6 +80,16 @@ impl ArtifactStore {
             objects: Objects::new(opened.store, &opened.location, opened.remedy),
             place,
         })
+    }
+
+    /// The same, with `tell` called while a file is waited for that another process of this machine downloads, each time
+    /// that has got on: whoever is watched can say that it lives.
+    #[must_use]
+    pub fn telling_of_waits(mut self, tell: impl Fn() + Send + Sync + 'static) -> Self {
+        if let Place::Away(cache) = &mut self.place {
+            cache.waits = Listener::new(tell);
+        }
+        self
     }
 
     /// What others pass to [`ArtifactStore::open`]: a directory of this machine, or a URL.

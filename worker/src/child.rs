@@ -259,7 +259,9 @@ impl Child {
     fn open(&mut self, location: &str, id: &str) -> Result<()> {
         if self.store.as_ref().is_none_or(|(opened, _)| opened != location) {
             self.store = None;
-            self.store = Some((location.to_owned(), BlockingStore::open_existing(location)?));
+            let pulse = self.backend()?.pulse();
+            let store = BlockingStore::open_existing(location)?.telling_of_waits(move || pulse.beat());
+            self.store = Some((location.to_owned(), store));
         }
         match &self.store {
             Some((_, store)) => require(store, id),

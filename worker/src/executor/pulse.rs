@@ -75,7 +75,7 @@ impl Pulse {
     }
 
     /// The host did something.
-    pub(super) fn beat(&self) {
+    pub(crate) fn beat(&self) {
         if self.ahead().marks.is_empty() {
             self.count(1);
         }
