@@ -18,6 +18,7 @@ use crate::{Error, Model, Result, Tensor};
 mod grid;
 mod optimiser;
 mod order;
+mod parts;
 mod pipeline;
 mod saved;
 mod schedule;
@@ -28,7 +29,8 @@ mod stage;
 mod step;
 
 pub use grid::{Grid, Layers};
-pub use saved::{Checkpoint, Parts, SavedFile, Writing};
+pub use parts::Parts;
+pub use saved::{Checkpoint, SavedFile, Writing};
 pub use schedule::Schedule;
 pub use step::{Hyperparameters, Step, StepReport};
 

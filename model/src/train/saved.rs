@@ -5,7 +5,6 @@
 //! stretch of one has the element it begins at behind an `@`. Where files are kept, and the record that names all
 //! of a step, are the caller's affair; [`Checkpoint`] is such a record for a directory.
 
-use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
 use std::ops::Range;
@@ -18,16 +17,17 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::grid::{self, Grid};
+use super::parts::Parts;
 use super::shards::Bucket;
 use super::{Trainer, shared, whole};
 use crate::files;
 use crate::ops::Operations;
-use crate::weights::file::{Outgoing, TensorFile, save_tensors};
+use crate::weights::file::{Outgoing, save_tensors};
 use crate::weights::{StageWeights, matrix_shape};
-use crate::{ElementType, Error, Model, Result, Tensor};
+use crate::{ElementType, Error, Result, Tensor};
 
 /// What a rank keeps of a parameter, as files name it.
-const STATES: [&str; 3] = ["weight", "first_moment", "second_moment"];
+pub(super) const STATES: [&str; 3] = ["weight", "first_moment", "second_moment"];
 /// Bytes hashed at a time.
 const PIECE: usize = 1 << 20;
 
@@ -76,12 +76,16 @@ impl Checkpoint {
             paths.push(path);
         }
         let parts = Parts::open(&paths)?;
-        if parts.steps == record.steps {
+        if parts.steps() == record.steps {
             return Ok(parts);
         }
         Err(damaged(
             path,
-            format!("its files are of step {}, expected {}", parts.steps, record.steps),
+            format!(
+                "its files are of step {}, expected {}",
+                parts.steps(),
+                record.steps
+            ),
         ))
     }
 }
@@ -134,7 +138,7 @@ fn digest(path: &Path) -> Result<(u64, String)> {
     }
 }
 
-fn damaged(path: &Path, reason: String) -> Error {
+pub(super) fn damaged(path: &Path, reason: String) -> Error {
     Error::Damaged {
         path: path.to_path_buf(),
         reason,
@@ -177,161 +181,6 @@ impl Drop for Writing {
             let _ = thread.join();
         }
     }
-}
-
-/// Files that ranks have written at one step, open to be read.
-#[derive(Debug)]
-pub struct Parts {
-    files: Vec<TensorFile>,
-    architecture: Architecture,
-    steps: u32,
-    /// By what a file calls state and tensor: which elements, in which file, under which name.
-    stretches: HashMap<String, Vec<(Range<usize>, usize, String)>>,
-}
-
-impl Parts {
-    /// Opens `paths`, which need not be all that were written: what is missing is noticed when it is needed.
-    ///
-    /// # Errors
-    /// When there is none, one cannot be read or is cut, or they are of different steps or architectures.
-    pub fn open(paths: &[impl AsRef<Path>]) -> Result<Self> {
-        let mut opened: Option<(Architecture, u32)> = None;
-        let (mut files, mut stretches) = (Vec::new(), HashMap::<String, Vec<_>>::new());
-        for path in paths {
-            let path = path.as_ref();
-            let file = TensorFile::open(path)?;
-            let of: (Architecture, u32) = (file.field("architecture")?, file.field("steps")?);
-            match &opened {
-                None => opened = Some(of),
-                Some((_, steps)) if *steps != of.1 => {
-                    return Err(damaged(
-                        path,
-                        format!("of step {}, others are of step {steps}", of.1),
-                    ));
-                }
-                Some((architecture, _)) if *architecture != of.0 => {
-                    return Err(damaged(
-                        path,
-                        "of another architecture than the others".to_owned(),
-                    ));
-                }
-                Some(_) => {}
-            }
-            for (name, elements) in file.names() {
-                let (whole, start) = place(name);
-                let end = start.checked_add(elements);
-                let end = end.ok_or_else(|| damaged(path, format!("tensor {name} has no end")))?;
-                let stretch = (start..end, files.len(), name.to_owned());
-                stretches.entry(whole.to_owned()).or_default().push(stretch);
-            }
-            files.push(file);
-        }
-        let (architecture, steps) = opened.ok_or_else(|| Error::OutOfRange {
-            what: "files of a checkpoint",
-            value: 0,
-            expected: "at least 1".to_owned(),
-        })?;
-        for stretches in stretches.values_mut() {
-            stretches.sort_by_key(|(range, ..)| range.start);
-        }
-        Ok(Self {
-            files,
-            architecture,
-            steps,
-            stretches,
-        })
-    }
-
-    /// The shape of the student.
-    pub fn architecture(&self) -> &Architecture {
-        &self.architecture
-    }
-
-    /// Updates that the files are the state after.
-    pub fn steps(&self) -> u32 {
-        self.steps
-    }
-
-    /// The student's weights in f32.
-    ///
-    /// # Errors
-    /// When the files do not hold all of them, or the backend runs out of memory.
-    pub fn model(&self, operations: &dyn Operations) -> Result<Model> {
-        let [weights, ..] = STATES;
-        self.stage(weights, 0..self.architecture.blocks.len(), operations)?
-            .into_model()
-    }
-
-    /// Elements `range` of one state of a tensor into `values`, from whichever files have them.
-    fn read(&self, state: &str, spec: &TensorSpec, range: Range<usize>, values: &mut [f32]) -> Result<()> {
-        let name = format!("{state}/{}", spec.name);
-        let mut next = range.start;
-        for (held, file, entry) in self.stretches.get(&name).into_iter().flatten() {
-            if held.end as u64 > spec.elements() {
-                return Err(Error::TensorShape {
-                    name: entry.clone(),
-                    expected: spec.shape.clone(),
-                    found: vec![held.end],
-                });
-            }
-            let end = held.end.min(range.end);
-            if held.start > next || end <= next {
-                continue;
-            }
-            let place = values.get_mut(next - range.start..end - range.start);
-            if let (Some(place), Some(file)) = (place, self.files.get(*file)) {
-                file.read_elements(entry, next - held.start, place)?;
-            }
-            next = end;
-        }
-        if next == range.end {
-            return Ok(());
-        }
-        Err(Error::MissingState {
-            tensor: name,
-            from: next,
-            to: range.end,
-            files: self.files.len(),
-        })
-    }
-
-    /// A stage in f32 of one state, every tensor whole.
-    fn stage(&self, state: &str, range: Range<usize>, operations: &dyn Operations) -> Result<StageWeights> {
-        StageWeights::build(&self.architecture, range, |spec| {
-            let (rows, columns) = matrix_shape(&spec.shape);
-            let mut values = vec![0.0; rows * columns];
-            self.read(state, spec, 0..rows * columns, &mut values)?;
-            operations.upload(&values, rows, columns)
-        })?
-        .stacked(operations)
-    }
-
-    /// One state of `rank`'s part of a bucket.
-    fn part(
-        &self,
-        state: &str,
-        specs: &[TensorSpec],
-        bucket: &Bucket,
-        rank: usize,
-        operations: &dyn Operations,
-    ) -> Result<Tensor> {
-        let mut values = vec![0.0; bucket.part];
-        for owned in bucket.owned(rank) {
-            let place = values.get_mut(owned.at..owned.at + owned.range.len());
-            if let (Some(spec), Some(place)) = (specs.get(owned.tensor), place) {
-                self.read(state, spec, owned.range, place)?;
-            }
-        }
-        operations.upload(&values, 1, bucket.part)
-    }
-}
-
-/// The tensor of an entry, and the element that it begins at.
-fn place(name: &str) -> (&str, usize) {
-    let stretch = name
-        .rsplit_once('@')
-        .and_then(|(name, start)| Some((name, start.parse().ok()?)));
-    stretch.unwrap_or((name, 0))
 }
 
 impl Trainer {
@@ -409,7 +258,7 @@ impl Trainer {
     /// When the file cannot be read, is cut or does not hold everything.
     pub fn load(operations: Arc<dyn Operations>, path: &Path, activation_bytes: usize) -> Result<Self> {
         let parts = Parts::open(&[path])?;
-        let blocks = 0..parts.architecture.blocks.len();
+        let blocks = 0..parts.architecture().blocks.len();
         Self::resume(operations, &parts, blocks, None, activation_bytes)
     }
 
@@ -438,7 +287,7 @@ impl Trainer {
         activation_bytes: usize,
     ) -> Result<Self> {
         if let Some(grid) = &grid {
-            grid.expect_stage(&range, &parts.architecture)?;
+            grid.expect_stage(&range, parts.architecture())?;
         }
         let (optimiser, stage) = match grid.as_ref().and_then(Grid::shared) {
             None => {
@@ -447,7 +296,7 @@ impl Trainer {
                 whole(operations, masters?, [first?, second?])?
             }
             Some((grid, replicas)) => {
-                let shape = blank(operations.as_ref(), &parts.architecture, range)?;
+                let shape = blank(operations.as_ref(), parts.architecture(), range)?;
                 let (specs, rank) = (shape.specs(), replicas.rank());
                 let mut read = |bucket: &Bucket| {
                     let part = |state| parts.part(state, &specs, bucket, rank, operations.as_ref());
@@ -457,7 +306,7 @@ impl Trainer {
                 shared(&operations, &shape, grid, Arc::clone(&replicas), &mut read)?
             }
         };
-        Self::from_parts(stage, optimiser, grid, parts.steps, activation_bytes)
+        Self::from_parts(stage, optimiser, grid, parts.steps(), activation_bytes)
     }
 }
 

@@ -1,7 +1,9 @@
 //! What ranks write is what any others go on from.
 
-use std::path::Path;
+use std::cell::Cell;
+use std::path::{Path, PathBuf};
 
+use espalier_model::Error;
 use espalier_model::train::{Checkpoint, Parts, SavedFile};
 
 use super::*;
@@ -132,4 +134,57 @@ fn a_checkpoint_that_is_not_whole_is_one_clear_error() {
         .unwrap();
     let mixed = Parts::open(&[&start, &other]).map(drop).unwrap_err().to_string();
     assert!(mixed.contains("another architecture"), "{mixed}");
+}
+
+/// Files that take each other's place, as in a cache with room for one: the one before is gone when the next is there.
+fn one_after_the_other<'a>(
+    home: &'a Path,
+    names: &'a [&str],
+    fetched: &'a Cell<usize>,
+) -> impl Iterator<Item = Result<PathBuf, Error>> + 'a {
+    let place = home.join("cached");
+    names.iter().map(move |name| {
+        fetched.set(fetched.get() + 1);
+        let _ = std::fs::remove_file(&place);
+        std::fs::copy(home.join(name), &place).unwrap();
+        Ok(place.clone())
+    })
+}
+
+#[test]
+fn files_need_not_be_there_at_once_and_those_of_other_stages_are_not_asked_for() {
+    let tied = Case { tied: true, ..DISTIL };
+    let home = tempfile::tempdir().unwrap();
+    let record = save(tied, layers((2, 2)), home.path());
+    let all = Checkpoint::open(&record).unwrap();
+    let stages = split::cut(all.architecture(), 2, 6).unwrap();
+    // The first stage is of ranks 0 and 1.
+    let names = ["rank-2", "rank-3", "rank-0", "rank-1"];
+    let (first, second) = (names[2..].iter().chain(&names[..2]), names.iter());
+    for (range, order, needed) in [
+        (stages[0].clone(), first.copied().collect::<Vec<_>>(), 2),
+        (stages[1].clone(), second.copied().collect(), 2),
+        (0..all.architecture().blocks.len(), names.to_vec(), 4),
+    ] {
+        let fetched = Cell::new(0);
+        let files = one_after_the_other(home.path(), &order, &fetched);
+        let parts = Parts::open_for::<Error>(&range, files).unwrap();
+        assert_eq!(fetched.get(), needed, "{order:?}");
+        let read = |parts: &Parts| {
+            let trainer = Trainer::resume(operations(), parts, range.clone(), None, 0).unwrap();
+            let copy = home.path().join("copy");
+            trainer.save(&copy).unwrap();
+            std::fs::read(copy).unwrap()
+        };
+        assert!(read(&parts) == read(&all), "{order:?}");
+    }
+    let fetched = Cell::new(0);
+    let files = one_after_the_other(home.path(), &names[..3], &fetched);
+    let missing = Parts::open_for::<Error>(&stages[0], files).unwrap_err();
+    assert!(
+        matches!(missing, Error::MissingState { files: 3, .. }),
+        "{missing}"
+    );
+    let none = Parts::open_for::<Error>(&stages[0], []).unwrap_err().to_string();
+    assert!(none.starts_with("files of a checkpoint is 0"), "{none}");
 }

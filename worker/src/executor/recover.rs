@@ -5,9 +5,10 @@
 //! many ranks. Distillation can make a model worse: when the loss on a fixed slice of the training data is higher after
 //! than before, the untrained weights are kept.
 //!
-//! Rooms: [`corpus`] has the sequences and their order, [`team`] what ranks tell each other, [`teacher`] what a rank
+//! Rooms: [`begin`] has what an attempt goes on from, [`corpus`] has the sequences and their order, [`team`] what ranks tell each other, [`teacher`] what a rank
 //! holds of the parent, [`checkpoint`] what an attempt leaves for the next.
 
+mod begin;
 mod checkpoint;
 mod corpus;
 mod teacher;
@@ -20,7 +21,7 @@ use std::time::Instant;
 use espalier_arch::Architecture;
 use espalier_model::ops::Layout;
 use espalier_model::ops::cpu::CpuOperations;
-use espalier_model::train::{Grid, Hyperparameters, MicroBatch, Objective, Parts, Schedule, Step, Trainer};
+use espalier_model::train::{Hyperparameters, MicroBatch, Objective, Schedule, Step, Trainer};
 use espalier_model::{Model, Tensor};
 use espalier_proto::task::{ArtifactId, Recipe, Recover, Recovered};
 
@@ -250,10 +251,14 @@ impl Attempt<'_, '_> {
                 seconds: 0.0,
             };
             let host = CpuOperations::new();
-            let model = checkpoints.open(&whole)?.model(&host)?;
+            let all = 0..self.student.blocks.len();
+            let model = checkpoints.open(&whole, &all)?.model(&host)?;
             self.context.put_written(|path| model.save(path, &host))
         })?;
-        self.context.store.remove(&own.0)?;
+        // All is done but this, and what stays is collected as garbage.
+        if let Err(error) = self.context.store.remove(&own.0) {
+            tracing::warn!(%error, "a share of the student cannot be removed");
+        }
         Ok(weights)
     }
 
@@ -273,85 +278,6 @@ impl Attempt<'_, '_> {
 
     fn step_tokens(&self) -> usize {
         self.task.recipe.batch_sequences * self.corpus.sequence_tokens
-    }
-
-    /// A fresh trainer, or the one that earlier attempts left.
-    fn begin(&self, caches: &mut Caches, checkpoints: &Checkpoints<'_, '_>) -> Result<Course> {
-        // Ranks find each other once, whatever becomes of the checkpoints.
-        let mut grid = self.team.grid()?;
-        for (checkpoint, whose) in checkpoints.earlier(self.task, self.steps)? {
-            let opened = self.opened(checkpoints, &checkpoint);
-            if let Err(error) = &opened {
-                // Its attempt may be at work yet and have replaced it, or somebody may have damaged it.
-                tracing::warn!(%error, whose, "a checkpoint cannot be used");
-            }
-            let is_unusable = self.team.any(opened.is_err())?;
-            let Ok(parts) = opened else { continue };
-            if is_unusable {
-                continue;
-            }
-            let (operations, kept) = (self.operations(), self.training.activation_bytes);
-            let blocks = self.blocks()?;
-            let trainer = Trainer::resume(operations, &parts, blocks, grid.take(), kept)?;
-            tracing::info!(
-                step = checkpoint.losses.len(),
-                whose,
-                "going on from a checkpoint"
-            );
-            return Ok(Course {
-                trainer: self.taught(trainer)?,
-                before: checkpoint.before,
-                losses: checkpoint.losses,
-                earlier_seconds: checkpoint.seconds,
-                begun: Instant::now(),
-            });
-        }
-        let mut trainer = self.fresh(grid)?;
-        let before = self.guard_loss(caches, &mut trainer)?;
-        Ok(Course {
-            trainer,
-            before,
-            losses: Vec::new(),
-            earlier_seconds: 0.0,
-            begun: Instant::now(),
-        })
-    }
-
-    /// A checkpoint's shares, of the student's shape and the step that the record says.
-    fn opened(&self, checkpoints: &Checkpoints<'_, '_>, checkpoint: &Checkpoint) -> Result<Parts> {
-        let parts = checkpoints.open(checkpoint)?;
-        let (steps, recorded) = (parts.steps(), checkpoint.losses.len());
-        let reason = if *parts.architecture() != self.student {
-            "it is of a model of another shape".to_owned()
-        } else if usize::try_from(steps) != Ok(recorded) {
-            format!("it is of step {steps}, expected {recorded}, of which its record has the losses")
-        } else {
-            return Ok(parts);
-        };
-        let shares: Vec<&str> = checkpoint.shares.iter().map(|share| share.0.as_str()).collect();
-        Err(Error::Content {
-            artifact: shares.join(", "),
-            reason,
-        })
-    }
-
-    fn fresh(&self, grid: Option<Grid>) -> Result<Trainer> {
-        let (operations, kept) = (self.operations(), self.training.activation_bytes);
-        let candidate = &self.task.candidate;
-        let untrained = self.teacher.untrained(&*operations, candidate, self.blocks()?)?;
-        let trainer = match grid {
-            None => Trainer::new(operations, &untrained.into_model()?, kept)?,
-            Some(grid) => Trainer::join(operations, &untrained, grid, kept)?,
-        };
-        self.taught(trainer)
-    }
-
-    /// The trainer, with the parent's stage where there are several: their states are nowhere to be found whole.
-    fn taught(&self, trainer: Trainer) -> Result<Trainer> {
-        match &self.teacher {
-            Teacher::Whole(_) => Ok(trainer),
-            Teacher::Stage(stage) => Ok(trainer.with_parent(stage.weights.clone())?),
-        }
     }
 
     /// The student's blocks that are this rank's.
@@ -437,8 +363,9 @@ impl Attempt<'_, '_> {
         let lessons: Vec<Lesson> = lessons.collect::<Result<_>>()?;
         let batches: Vec<MicroBatch<'_>> = lessons.iter().map(|lesson| lesson.batch(self)).collect();
         let own = trainer.losses(&batches)?;
-        // Every replica's last stage has all of it.
-        let all: f64 = self.team.gather(own)?.iter().sum();
+        // Every replica's last stage has all of it. Bits, for JSON has no word for what is not a number.
+        let all = self.team.gather(own.to_bits())?;
+        let all: f64 = all.into_iter().map(f64::from_bits).sum();
         let predictions = sequences.len() * self.corpus.sequence_tokens * self.team.layers().replicas;
         Ok(all / predictions as f64)
     }

@@ -2,6 +2,8 @@
 //! checkpoint go on from it as any other number. Ranks are threads of this process.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod troubled;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -4,13 +4,14 @@
 //! rank has said what its share is called. Shares are read by any number of ranks. Where a device computes by itself a
 //! share is written by a thread beside training.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::thread::JoinHandle;
 
 use espalier_artifact::{BlockingStore, Name};
 use espalier_model::train::{Parts, Trainer, Writing};
 use espalier_proto::task::{ArtifactId, Recover};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::team::Team;
 use crate::executor::Context;
@@ -22,12 +23,17 @@ use crate::{Error, Result};
 pub(super) struct Checkpoint {
     /// Of every rank, in their order.
     pub shares: Vec<ArtifactId>,
-    /// The guard's loss before the first step.
+    /// The guard's loss before the first step. JSON has no word for one that is not a number.
+    #[serde(deserialize_with = "number_or_null")]
     pub before: f64,
     /// Of every step so far.
     pub losses: Vec<f32>,
     /// Spent on them.
     pub seconds: f64,
+}
+
+fn number_or_null<'de, D: Deserializer<'de>>(json: D) -> std::result::Result<f64, D::Error> {
+    Ok(Option::deserialize(json)?.unwrap_or(f64::NAN))
 }
 
 /// A checkpoint whose share this rank is writing.
@@ -105,17 +111,27 @@ impl<'a, 'b> Checkpoints<'a, 'b> {
         })
     }
 
-    /// The checkpoint that `task` names, else those that attempts have recorded, the one with the most steps first;
-    /// each with whose it is. Every rank gets what the first one finds.
+    /// The checkpoint that `task` names, else of those that attempts have recorded by now the one with the most steps;
+    /// with whose it is. None whose shares are among `unusable`. Every rank gets what the first one finds.
     ///
     /// # Errors
     /// When the store cannot be read, or a rank was lost.
-    pub fn earlier(&self, task: &Recover, steps: usize) -> Result<Vec<(Checkpoint, String)>> {
-        let found = self.team.is_first().then(|| self.recorded(task, steps));
+    pub fn furthest(
+        &self,
+        task: &Recover,
+        steps: usize,
+        unusable: &[Vec<ArtifactId>],
+    ) -> Result<Option<(Checkpoint, String)>> {
+        let found = self.team.is_first().then(|| self.recorded(task, steps, unusable));
         self.team.first(found.transpose()?)
     }
 
-    fn recorded(&self, task: &Recover, steps: usize) -> Result<Vec<(Checkpoint, String)>> {
+    fn recorded(
+        &self,
+        task: &Recover,
+        steps: usize,
+        unusable: &[Vec<ArtifactId>],
+    ) -> Result<Option<(Checkpoint, String)>> {
         let store = self.context.store;
         let recorded = match &task.resume {
             Some(artifact) => vec![("named by the task".to_owned(), store.get_bytes(&artifact.0)?)],
@@ -133,19 +149,23 @@ impl<'a, 'b> Checkpoints<'a, 'b> {
                 Ok(_) | Err(_) => tracing::warn!(whose, "the record of a checkpoint cannot be read"),
             }
         }
+        checkpoints.retain(|(checkpoint, _)| !unusable.contains(&checkpoint.shares));
         checkpoints.sort_by_key(|(checkpoint, _)| std::cmp::Reverse(checkpoint.losses.len()));
-        Ok(checkpoints)
+        Ok(checkpoints.into_iter().next())
     }
 
-    /// A checkpoint's shares, fetched.
+    /// A checkpoint's shares, as many as hold what blocks `range` need, each fetched and at once opened: a cache may not
+    /// have room for two of them.
     ///
     /// # Errors
     /// When one is missing or damaged, or they do not belong together.
-    pub fn open(&self, checkpoint: &Checkpoint) -> Result<Parts> {
-        let fetch = |share: &ArtifactId| self.context.store.get_file(&share.0);
-        let paths = checkpoint.shares.iter().map(fetch);
-        let paths: Vec<PathBuf> = paths.collect::<std::result::Result<_, _>>()?;
-        Ok(Parts::open(&paths)?)
+    pub fn open(&self, checkpoint: &Checkpoint, range: &Range<usize>) -> Result<Parts> {
+        let ranks = checkpoint.shares.len();
+        let fetch = |rank: usize| -> Result<PathBuf> {
+            let share = checkpoint.shares.get(rank).map_or("", |share| share.0.as_str());
+            Ok(self.context.store.get_file(share)?)
+        };
+        Parts::open_for(range, self.team.nearest_first(ranks).into_iter().map(fetch))
     }
 
     /// Begins to write what this rank keeps. [`Checkpoints::finish`] has to follow, on every rank.
@@ -277,9 +297,30 @@ fn is_anothers<R: AsRef<[u8]>>(records: &[(u64, R)], own: u64, artifact: &Artifa
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
     use espalier_proto::task::ArtifactId;
 
-    use super::is_anothers;
+    use super::*;
+
+    #[test]
+    fn a_record_of_a_loss_that_is_not_a_number_is_read_again() {
+        let record = Checkpoint {
+            shares: vec![ArtifactId("ab".repeat(32))],
+            before: f64::NAN,
+            losses: vec![0.5],
+            seconds: 2.0,
+        };
+        let json = serde_json::to_vec(&record).unwrap();
+        let read: Checkpoint = serde_json::from_slice(&json).unwrap();
+        assert!(read.before.is_nan());
+        assert_eq!((read.shares, read.losses), (record.shares, record.losses));
+        let json = String::from_utf8(json).unwrap();
+        let read: Checkpoint = serde_json::from_str(&json.replace("null", "1.25")).unwrap();
+        assert_eq!(read.before, 1.25);
+        let without = serde_json::from_str::<Checkpoint>(&json.replace("\"before\":null,", ""));
+        assert!(without.unwrap_err().to_string().contains("before"));
+    }
 
     #[test]
     fn a_checkpoint_is_anothers_while_the_record_of_another_attempt_names_it() {

@@ -65,6 +65,16 @@ impl Team {
         self.rank() / self.layers.replicas
     }
 
+    /// The ranks of another gang, or of this one, those first that held what this one holds if they had as many stages.
+    pub fn nearest_first(&self, ranks: usize) -> Vec<usize> {
+        let size = self.layers.stages * self.layers.replicas;
+        // Twice the distance between the middles of what of the whole each is.
+        let distance = |other: &usize| ((2 * other + 1) * size).abs_diff((2 * self.rank() + 1) * ranks);
+        let mut nearest: Vec<usize> = (0..ranks).collect();
+        nearest.sort_by_key(distance);
+        nearest
+    }
+
     /// The blocks of a model that are this rank's, when it runs over sequences of `tokens` tokens.
     ///
     /// # Errors
@@ -250,6 +260,14 @@ mod tests {
             on_each(|team| team.least(4096 >> team.rank()).unwrap()),
             [1024; 3]
         );
+    }
+
+    #[test]
+    fn shares_of_the_same_stage_come_before_those_of_others() {
+        let orders = on_each(|team| [3, 2, 6].map(|ranks| team.nearest_first(ranks)));
+        assert_eq!(orders[0], [vec![0, 1, 2], vec![0, 1], vec![0, 1, 2, 3, 4, 5]]);
+        assert_eq!(orders[1], [vec![1, 0, 2], vec![0, 1], vec![2, 3, 1, 4, 0, 5]]);
+        assert_eq!(orders[2], [vec![2, 1, 0], vec![1, 0], vec![4, 5, 3, 2, 1, 0]]);
     }
 
     #[test]
