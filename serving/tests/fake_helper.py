@@ -287,6 +287,9 @@ class FakePlatform:
             "seconds": 0.1,
         }
 
+    def give_back(self):
+        pass
+
     def failure(self, error):
         return Failure("engine", f"{type(error).__name__}: {error}")
 

@@ -1,6 +1,7 @@
 """The helper with the real vLLM: one process for all tests, as a worker keeps it. Skipped without vLLM."""
 
 import importlib.util
+import json
 import os
 import sys
 import tempfile
@@ -209,6 +210,24 @@ class Helper(unittest.TestCase):
         self.assertTrue(0.97 < rise < 1.15, rise)
         self.client.ask("close", engine="large")
         self.assertLess(self.held()[0] - before, space // 8)
+
+    def test_what_failed_to_open_holds_nothing(self):
+        import torch
+        from safetensors.torch import save_file
+
+        self.open("small", attention(2, 1))
+        before, _ = self.held()
+        with tempfile.TemporaryDirectory() as work:
+            # 115 MB of weights are there before one is found missing.
+            Path(work, "config.json").write_text(json.dumps(config(attention(2, 1), mlp(100_000))))
+            weights = {f"model.layers.1.mlp.{name}_proj.weight": torch.ones(100_000, 96) for name in ("gate", "up")}
+            weights["model.layers.1.mlp.down_proj.weight"] = torch.ones(96, 100_000)
+            save_file(weights, Path(work, "model.safetensors"), metadata={"format": "pt"})
+            found = self.refused("unsupported", "open", engine="damaged", directory=work, **OPTIONS)
+            self.assertIn("the checkpoint lacks", found)
+        after, peak = self.held()
+        self.assertGreater(peak - before, 100 << 20)
+        self.assertLess(after - before, 20 << 20)
 
     def test_a_gpu_says_its_own_time_and_the_graph_that_ran(self):
         if self.hello["platform"] == "cpu":

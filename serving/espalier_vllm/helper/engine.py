@@ -112,11 +112,7 @@ class Platform:
             if directory is None:
                 directory = work
                 Path(work, "config.json").write_text(json.dumps(fields["config"]))
-            try:
-                engine = Engine(directory, fields, self, stage)
-            except Exception:
-                self.give_back()
-                raise
+            engine = Engine(directory, fields, self, stage)
         self.open_engines.append(engine)
         try:
             engine.check_head_sizes()

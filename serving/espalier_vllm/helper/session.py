@@ -1,7 +1,8 @@
 """Answers requests, one at a time, over the engines that are open.
 
 What runs engines is a `platform`: `engine.Platform`, or the tests' own without vLLM. It offers `hello(trusted, stage)`,
-`open(fields, stage)`, `memory()` of its device, and turns what an engine raises into a `Failure` by `failure(error)`.
+`open(fields, stage)`, `memory()` of its device, turns what an engine raises into a `Failure` by `failure(error)`, and
+gives memory back that nothing refers to any more by `give_back()`.
 """
 
 import sys
@@ -44,7 +45,10 @@ class Session:
             traceback.print_exc()
             sys.stderr.flush()
             failure = self.platform.failure(error)
+            # Its frames hold whatever of an engine there was.
+            traceback.clear_frames(error.__traceback__)
             failure = self.drop(request) or failure
+        self.platform.give_back()
         self.channel.error(request.id, failure)
         return failure
 
