@@ -3,7 +3,7 @@ SHELL := /bin/bash
 CARGO ?= cargo
 CARGO_DENY := 0.20.2
 
-.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-estimate check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation check-kill check-chaos check-lost-coordinator check-gang check-kernels check-gpu-ops check-gpu-train check-gpu-forward check-gpu-gang check-gpu-job check-serving
+.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-estimate check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation check-kill check-chaos check-lost-coordinator check-gang check-kernels check-gpu-ops check-gpu-train check-gpu-forward check-gpu-gang check-gpu-job check-serving check-vllm
 
 build:
 	$(CARGO) build --release --locked --bin espalier
@@ -87,3 +87,6 @@ check-gpu-job:
 
 check-serving:
 	tests/checks/serving.sh
+
+check-vllm:
+	tests/checks/vllm.sh

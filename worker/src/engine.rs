@@ -81,8 +81,8 @@ pub struct Sample {
     pub first_token: f64,
     /// Milliseconds to the last token.
     pub latency: f64,
-    /// Milliseconds until all requests had ended.
-    pub whole: f64,
+    /// Output tokens a second over all requests.
+    pub throughput: f64,
 }
 
 /// Runs of one model, in the order taken.
@@ -115,18 +115,12 @@ impl Series {
     /// What the runs say, of a model that takes so many bytes.
     pub fn measurement(&self, memory_bytes: u64) -> Measurement {
         let each = |figure: &dyn Fn(&Sample) -> f64| summary(self.samples.iter().map(figure).collect());
-        let Workload {
-            output_tokens,
-            concurrency,
-            ..
-        } = self.workload;
-        let steps = lossless(output_tokens.saturating_sub(1).max(1));
-        let tokens = lossless(output_tokens.saturating_mul(concurrency));
+        let steps = lossless(self.workload.output_tokens.saturating_sub(1).max(1));
         Measurement {
             latency_ms: each(&|sample| sample.latency),
             first_token_ms: each(&|sample| sample.first_token),
             per_token_ms: each(&|sample| (sample.latency - sample.first_token) / steps),
-            throughput_tokens_per_second: each(&|sample| tokens / (sample.whole / 1000.0)),
+            throughput_tokens_per_second: each(&|sample| sample.throughput),
             memory_bytes,
         }
     }

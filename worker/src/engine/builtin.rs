@@ -17,8 +17,8 @@ use espalier_model::decode::Session;
 use espalier_model::ops::Operations;
 use espalier_search::{CostKey, Mode, Workload};
 
-use super::Sample;
 use super::quiet::Quiet;
+use super::{Sample, lossless};
 use crate::agent::options::processor_name;
 use crate::{Error, Result};
 
@@ -137,10 +137,16 @@ impl Bench {
             next = self.session.likeliest(&logits)?;
         }
         let latency = milliseconds(start);
+        let Workload {
+            output_tokens,
+            concurrency,
+            ..
+        } = self.workload;
+        let tokens = lossless(output_tokens.saturating_mul(concurrency));
         Ok(Sample {
             first_token,
             latency,
-            whole: latency,
+            throughput: tokens / (latency / 1000.0),
         })
     }
 }

@@ -22,7 +22,7 @@ use espalier_arch::{Architecture, Precision};
 use espalier_model::Device;
 use espalier_model::checkpoint::Parent;
 use espalier_proto::task::{Profile, Profiled};
-use espalier_search::{CostKey, Mode, Workload};
+use espalier_search::{CostKey, EngineMemory, Mode, Workload};
 
 pub use environment::Environment;
 pub use error::Error;
@@ -37,6 +37,8 @@ use protocol::{Model, Open, Served};
 
 /// The share of the processors that others may use while something is timed.
 const MOST_BUSY: f64 = 0.2;
+/// Requests for a throughput, in concurrencies: the first and the last ones run with fewer beside them.
+const ROUNDS_OF_REQUESTS: usize = 4;
 /// How often what was timed on a busy machine is timed again, in all.
 const MOST_RETAKES: usize = 12;
 
@@ -182,6 +184,8 @@ struct Whole {
     engine: String,
     workload: Workload,
     memory_bytes: u64,
+    /// Beside weights, keys and values.
+    activation_bytes: u64,
 }
 
 impl InVllm<'_> {
@@ -201,6 +205,16 @@ impl InVllm<'_> {
             parallelism: 1,
             mode: if hello.graphs { Mode::Graphs } else { Mode::Eager },
         }
+    }
+
+    /// What the engine needs and rounds, as a model that is open showed.
+    fn memory_of(&self, model: Opened) -> Option<EngineMemory> {
+        let whole = self.open.get(model.index())?;
+        Some(EngineMemory {
+            overhead_bytes: whole.activation_bytes,
+            block_tokens: self.helper.hello.block_tokens.multiple,
+            spare_blocks: models::SPARE_BLOCKS,
+        })
     }
 
     /// Closes what was opened and keeps the helper for the next task. Where an error comes first it is dropped, and so
@@ -256,11 +270,20 @@ impl InVllm<'_> {
         Ok(opened)
     }
 
-    /// Serves the workload once.
-    fn serve(&mut self, whole: &Whole) -> Result<Served> {
-        let served = self
-            .helper
-            .serve(&whole.engine, &whole.workload, self.surroundings)?;
+    /// Serves so many requests of the workload, on a machine that is not busy.
+    fn serve_undisturbed(&mut self, whole: &Whole, requests: usize) -> Result<Served> {
+        loop {
+            let served = self.serve(whole, requests)?;
+            if !self.retakes(served.busy) {
+                return Ok(served);
+            }
+        }
+    }
+
+    /// Serves so many requests of the workload.
+    fn serve(&mut self, whole: &Whole, requests: usize) -> Result<Served> {
+        let Whole { engine, workload, .. } = whole;
+        let served = self.helper.serve(engine, workload, requests, self.surroundings)?;
         if served.preemptions > 0 {
             return Err(Error::Engine {
                 reason: format!(
@@ -318,15 +341,17 @@ impl Engine for InVllm<'_> {
             engine,
             workload: *workload,
             memory_bytes: 0,
+            activation_bytes: 0,
         };
         // Weights, keys and values are resident from the start: what comes on top while it runs are activations.
         let (before, _) = self.memory()?;
-        self.serve(&whole)?;
+        self.serve(&whole, workload.concurrency)?;
         let (_, peak) = self.memory()?;
+        whole.activation_bytes = peak.saturating_sub(before);
         whole.memory_bytes = opened
             .weight_bytes
             .saturating_add(opened.kv_bytes)
-            .saturating_add(peak.saturating_sub(before));
+            .saturating_add(whole.activation_bytes);
         self.open.push(whole);
         Ok(Opened::place(self.open.len() - 1))
     }
@@ -337,17 +362,20 @@ impl Engine for InVllm<'_> {
                 reason: format!("model {} is not open", model.index()),
             });
         };
-        loop {
-            let served = self.serve(&whole)?;
-            if !self.retakes(served.busy) {
-                let last = served.end_to_end_ms.iter().copied().fold(0.0, f64::max);
-                return Ok(Sample {
-                    first_token: median(&served.first_token_ms),
-                    latency: median(&served.end_to_end_ms),
-                    whole: last,
-                });
-            }
-        }
+        let concurrency = whole.workload.concurrency;
+        let together = self.serve_undisturbed(&whole, concurrency)?;
+        let throughput = if concurrency > 1 {
+            // As an engine runs that takes a new request in as soon as one has ended.
+            let requests = concurrency.saturating_mul(ROUNDS_OF_REQUESTS);
+            self.serve_undisturbed(&whole, requests)?.output_tokens_per_second
+        } else {
+            together.output_tokens_per_second
+        };
+        Ok(Sample {
+            first_token: median(&together.first_token_ms),
+            latency: median(&together.end_to_end_ms),
+            throughput,
+        })
     }
 
     fn memory_bytes(&self, model: Opened) -> u64 {

@@ -175,7 +175,7 @@ impl Helper {
         Ok(steps)
     }
 
-    /// Serves a workload once, all its requests together.
+    /// Serves so many requests of a workload, as many together as its concurrency.
     ///
     /// # Errors
     /// When the engine cannot serve it.
@@ -183,21 +183,22 @@ impl Helper {
         &mut self,
         engine: &str,
         workload: &espalier_search::Workload,
+        requests: usize,
         surroundings: &dyn Surroundings,
     ) -> crate::Result<Served> {
         let request = Request::Serve {
             engine: engine.to_owned(),
             workload: *workload,
-            requests: workload.concurrency,
+            requests,
         };
         let patience = self.deadlines.work(self.last_steps);
         let served: Served = self.ask(&request, patience, surroundings)?;
         let lists = [&served.first_token_ms, &served.end_to_end_ms];
-        if lists
+        let is_whole = lists
             .iter()
-            .any(|list| list.len() != workload.concurrency || list.iter().any(|time| !is_time(*time)))
-        {
-            let reason = format!("it gave {lists:?} for {} requests", workload.concurrency);
+            .all(|list| list.len() == requests && list.iter().copied().all(is_time));
+        if !is_whole || !is_time(served.output_tokens_per_second) {
+            let reason = format!("it gave {lists:?} for {requests} requests");
             return Err(self.broken(reason));
         }
         Ok(served)

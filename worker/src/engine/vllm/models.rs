@@ -12,6 +12,9 @@ const LEAST_TOKENS: usize = 256;
 /// Tokens that one step may compute: a workload's prompts are computed in one, as the cost model has it.
 pub(super) const MOST_TOKENS: usize = 1 << 15;
 
+/// Blocks of keys and values that vLLM never gives to a sequence.
+pub(super) const SPARE_BLOCKS: usize = 1;
+
 /// The config of a model of this shape whose sequences have up to `max_context` tokens. RoPE is plain: how its
 /// wavelengths are stretched changes the values of a table, not the time of looking them up.
 ///
@@ -88,10 +91,10 @@ impl Load {
         Ok(tokens.max(LEAST_TOKENS).max(self.sequences.saturating_add(1)))
     }
 
-    /// Blocks of keys and values that its sequences fill, and the one that vLLM never gives away.
+    /// Blocks of keys and values that its sequences fill, and what vLLM keeps back.
     pub fn blocks(self, block_tokens: usize) -> u64 {
         let each = self.context.div_ceil(block_tokens.max(1));
-        (each.saturating_mul(self.sequences) as u64).saturating_add(1)
+        each.saturating_mul(self.sequences).saturating_add(SPARE_BLOCKS) as u64
     }
 
     /// Bytes of them.

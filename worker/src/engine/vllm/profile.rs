@@ -4,16 +4,16 @@
 //! over all engines of a group in turn.
 
 use espalier_proto::task::{Profile, Profiled};
-use espalier_search::{CostRow, Point};
+use espalier_search::{CostRow, Point, Subject};
 
 use super::models::{Load, config};
-use super::protocol::Model;
+use super::protocol::{Model, Steps};
 use super::stacks::{Dictionary, Stack, standard_error};
 use super::{Error, InVllm};
 use crate::Result;
 use crate::engine::stacks::last_level_cache_bytes;
-use crate::engine::statistics::median;
-use crate::engine::{Engine, Series, Subject};
+use crate::engine::statistics::{median, spread};
+use crate::engine::{Engine, Series, Subject as Measured};
 
 /// Rounds at the least, and how many times as many at the most while times scatter.
 const LEAST_ROUNDS: usize = 3;
@@ -28,8 +28,17 @@ const DEVICE_STEPS: usize = 12;
 /// What an engine takes beside its weights, keys and values: activations, and what vLLM keeps for each.
 const ENGINE_BYTES: u64 = 64 << 20;
 
-/// Times of every stack at every point, by round: `[point][stack][round]`, milliseconds.
-type Times = Vec<Vec<Vec<f64>>>;
+/// Times of one stack at one point, by round, milliseconds.
+#[derive(Debug, Clone, Default)]
+struct Timed {
+    /// By the clock.
+    wall: Vec<f64>,
+    /// A GPU's own; none of a processor.
+    device: Vec<f64>,
+}
+
+/// `[point][stack]`.
+type Times = Vec<Vec<Timed>>;
 
 pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
     let rounds = task.rounds.max(LEAST_ROUNDS);
@@ -42,9 +51,9 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
             task.shapes.len()
         )
     })?;
-    let parent = engine.open(&Subject::Shape(&task.architecture), &task.workload)?;
+    let parent = engine.open(&Measured::Shape(&task.architecture), &task.workload)?;
     let mut series = Series::new(&task.workload);
-    let mut times: Times = vec![vec![Vec::new(); dictionary.stacks.len()]; task.points.len()];
+    let mut times: Times = vec![vec![Timed::default(); dictionary.stacks.len()]; task.points.len()];
     let mut together = dictionary.stacks.len();
     let mut first = 0;
     while first < dictionary.stacks.len() {
@@ -86,14 +95,36 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
         .points
         .iter()
         .zip(&times)
-        .map(|(point, times)| dictionary.rows(*point, times))
+        .map(|(point, times)| rows(&dictionary, *point, times))
         .collect::<std::result::Result<_, Error>>()?;
     Ok(Profiled {
         key: engine.cost_key(task.architecture.hidden),
         rows: rows.concat(),
         parent: series.measurement(engine.memory_bytes(parent)),
-        memory: None,
+        memory: engine.memory_of(parent),
     })
+}
+
+/// What times at a point say. Where a device tells its own, rows are of that, and the host's floor, which even the
+/// shortest model does not fall below, stands beside them.
+fn rows(dictionary: &Dictionary, point: Point, times: &[Timed]) -> std::result::Result<Vec<CostRow>, Error> {
+    let of =
+        |which: fn(&Timed) -> &Vec<f64>| times.iter().map(|times| which(times).clone()).collect::<Vec<_>>();
+    if times.iter().any(|times| times.device.is_empty()) {
+        return dictionary.rows(point, &of(|times| &times.wall));
+    }
+    let mut rows = dictionary.rows(point, &of(|times| &times.device))?;
+    let shortest = times
+        .iter()
+        .min_by(|a, b| median(&a.wall).total_cmp(&median(&b.wall)));
+    rows.extend(shortest.map(|times| CostRow {
+        subject: Subject::HostFloor,
+        point,
+        median_ms: median(&times.wall),
+        spread_ms: spread(&times.wall),
+        repeats: times.wall.len(),
+    }));
+    Ok(rows)
 }
 
 /// What every stack has to hold: all points, and the steps that decode on from them.
@@ -187,17 +218,18 @@ fn time_round(
             forth.into_iter().rev().collect()
         };
         for stack in order {
-            let time = time_steps(engine, &name(stack), *point)?;
+            let steps = time_steps(engine, &name(stack), *point)?;
             if let Some(times) = times.get_mut(stack) {
-                times.push(time);
+                times.wall.push(median(&steps.wall_ms));
+                times.device.extend(steps.device_ms.map(|times| median(&times)));
             }
         }
     }
     Ok(())
 }
 
-/// A step's time at a point, milliseconds: the middle of several, on a machine that is not busy.
-fn time_steps(engine: &mut InVllm<'_>, name: &str, point: Point) -> Result<f64> {
+/// Several steps at a point, on a machine that is not busy.
+fn time_steps(engine: &mut InVllm<'_>, name: &str, point: Point) -> Result<Steps> {
     let repeats = match point {
         Point::Prefill { .. } => PREFILL_STEPS,
         // The context grows to the point's in the middle of the repeats, from one token at the least.
@@ -214,7 +246,7 @@ fn time_steps(engine: &mut InVllm<'_>, name: &str, point: Point) -> Result<f64> 
     loop {
         let steps = engine.helper.steps(name, point, repeats, engine.surroundings)?;
         if !engine.retakes(steps.busy) {
-            return Ok(median(&steps.wall_ms));
+            return Ok(steps);
         }
     }
 }
@@ -226,5 +258,5 @@ fn is_known(times: &Times, group: std::ops::Range<usize>) -> bool {
         .flat_map(|stacks| stacks.get(group.clone()).unwrap_or_default());
     of_group
         .into_iter()
-        .all(|times| standard_error(times) <= KNOWN * median(times))
+        .all(|times| standard_error(&times.wall) <= KNOWN * median(&times.wall))
 }

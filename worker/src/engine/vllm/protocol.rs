@@ -181,6 +181,7 @@ pub(super) struct Steps {
 pub(super) struct Served {
     pub first_token_ms: Vec<f64>,
     pub end_to_end_ms: Vec<f64>,
+    pub output_tokens_per_second: f64,
     #[serde(default)]
     pub busy: Option<f64>,
     pub preemptions: u64,

@@ -434,6 +434,29 @@ fn the_python_that_this_machine_has_is_understood_by_what_it_prints() {
 }
 
 #[test]
+fn on_a_gpu_rows_are_its_own_time_and_the_hosts_floor_stands_beside_them() {
+    let profiled = World::new(&[("FAKE_VLLM_CUDA", "1")]).profile().unwrap();
+    assert_eq!(profiled.key.mode, Mode::Graphs);
+    assert_eq!(profiled.key.device, "fake GPU");
+    let decode = |row: &&espalier_search::CostRow| matches!(row.point, Point::Decode { .. });
+    let floors = profiled
+        .rows
+        .iter()
+        .filter(|row| row.subject == RowSubject::HostFloor);
+    assert_eq!(floors.clone().count(), task().points.len());
+    let base = |row: &&espalier_search::CostRow| matches!(row.subject, RowSubject::Base { .. });
+    let floor = floors.clone().find(decode).unwrap().median_ms;
+    let device = profiled.rows.iter().filter(decode).find(base).unwrap().median_ms;
+    // The stand-in's device takes six tenths of the clock's time.
+    let expected = 0.6 * true_cost(&RowSubject::Base { vocab_size: 0 }, task().points[1]);
+    assert!(
+        (device - expected).abs() < 0.02 * expected,
+        "{device} for {expected}"
+    );
+    assert!(floor > device, "{floor}");
+}
+
+#[test]
 fn its_process_sees_the_gpu_of_its_child_alone() {
     assert_eq!(visible(1, ""), "1");
     assert_eq!(visible(1, "4, 6"), "6");

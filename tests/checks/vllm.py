@@ -1,0 +1,267 @@
+"""Runs jobs measured in vLLM and asserts what was promised of them: see vllm.sh.
+
+    PYTHON vllm.py ESPALIER PARENT OUTPUT [--candidates 8] [--rounds 7]
+
+PYTHON is of the environment that has vLLM and the plugin.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "serving" / "tests"))
+
+from client import Client, Refused  # noqa: E402
+
+WORKLOAD = {"prompt_tokens": 128, "output_tokens": 32, "concurrency": 1}
+SPEC = """
+parent: {parent}
+data: {{train: [{data}/train.jsonl.xz], validation: [{data}/validation.jsonl.xz]}}
+target:
+  engine: vllm
+  workload: {{prompt_tokens: 128, output_tokens: 32, concurrency: 1}}
+  limits: {limits}
+search: {{mlp_grid: {grid}, strategies: [heterogeneous]}}
+budget: {{sequence_tokens: 256, calibration_tokens: 8192, scoring_tokens: 1024, recovery_tokens: {recovery},
+  validation_tokens: 4096}}
+recovery: {{learning_rate: 0.0002, batch_sequences: 2}}
+"""
+MOST_MEDIAN, MOST_WORST = 0.05, 0.10
+BLOCK_TOKENS = 32
+
+
+class Figures:
+    """What was found, and whether it holds; printed at the end."""
+
+    def __init__(self):
+        self.lines = []
+
+    def add(self, text, holds):
+        self.lines.append((text, holds))
+        print(f"{'ok  ' if holds else 'FAIL'}  {text}", flush=True)
+
+    def end(self):
+        print()
+        for text, holds in self.lines:
+            print(f"{'ok  ' if holds else 'FAIL'}  {text}")
+        held = sum(holds for _, holds in self.lines)
+        print(f"check-vllm: {held} of {len(self.lines)} hold")
+        return 0 if held == len(self.lines) else 1
+
+
+def run(program, output, name, **spec):
+    """One command; the report, or None where the job failed."""
+    path = output / f"{name}.yaml"
+    path.write_text(SPEC.format(data=ROOT / "examples" / "data", **spec))
+    command = [program, "run", path, "--output-dir", output / name, "--vllm-python", sys.executable]
+    status = subprocess.run(command).returncode
+    report = output / name / "report.json"
+    if not report.exists():
+        return status, None
+    return status, json.loads(report.read_text())
+
+
+def check_limit(figures, metric, status, report):
+    if report is None:
+        figures.add(f"{metric}: the job ended with {status}", False)
+        return
+    [limit] = [each for each in report["limits"] if each["metric"] == metric]
+    reading = limit["verified"]
+    figures.add(
+        f"{metric}: the export measures {reading['value']:.6g}, limit {reading['limit']:.6g}, parent beside it "
+        f"{reading['parent']:.6g}, predicted {reading['predicted']:.6g} ({reading['error']:+.1%})",
+        status == 0 and reading["inside"],
+    )
+
+
+def entry(subject):
+    """A cost row's block as an entry of a flat config."""
+    if "attention" in subject:
+        shape = subject["attention"]
+        return {
+            "type": "attention",
+            "num_attention_heads": shape["kv_groups"] * shape["queries_per_group"],
+            "num_key_value_heads": shape["kv_groups"],
+            "head_dim": shape["head_dim"],
+            "qkv_bias": shape["qkv_bias"],
+            "output_bias": shape["output_bias"],
+            "qk_norm": shape["qk_norm"],
+            "sliding_window": shape["sliding_window"],
+        }
+    return {"type": "mlp", "intermediate_size": subject["mlp"]["channels"], "bias": subject["mlp"]["bias"]}
+
+
+def request_ms(points, workload):
+    """A whole request by one subject's times at points: prefill, and each later token at its context."""
+    prompt, steps = workload["prompt_tokens"], workload["output_tokens"] - 1
+    contexts = sorted(context for kind, context in points if kind == "decode")
+    total = points["prefill", prompt]
+    for context in range(prompt, prompt + steps):
+        above = next(each for each in contexts if each >= context)
+        below = max((each for each in contexts if each <= context), default=above)
+        share = (context - below) / (above - below) if above > below else 0.0
+        total += (1 - share) * points["decode", below] + share * points["decode", above]
+    return total
+
+
+def costs(table):
+    """Milliseconds of a request by shape, as JSON of its entry, and of the base."""
+    rows = {}
+    for row in table["profile"]["rows"]:
+        [(kind, load)] = row["point"].items()
+        if load["sequences"] != WORKLOAD["concurrency"]:
+            continue
+        name = json.dumps(entry(row["subject"]["block"])) if "block" in row["subject"] else "base"
+        rows.setdefault(name, {})[kind, load["tokens" if kind == "prefill" else "context"]] = row["median_ms"]
+    return {name: request_ms(points, WORKLOAD) for name, points in rows.items()}
+
+
+def candidates(shapes, layers, count):
+    """Lists of blocks that nobody measured: sizes and absences at random, never without attention."""
+    source = random.Random(20)
+    attention = [shape for shape in shapes if json.loads(shape)["type"] == "attention"]
+    mlp = [shape for shape in shapes if json.loads(shape)["type"] == "mlp"]
+    for _ in range(count):
+        keep = source.uniform(0.6, 1.0)
+        blocks = [source.choice(attention)]
+        for _ in range(layers):
+            blocks += [source.choice(kind) for kind in (mlp, attention) if source.random() < keep]
+        yield blocks
+
+
+def flat(config, blocks):
+    kept = ["vocab_size", "hidden_size", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id"]
+    return {
+        **{key: config[key] for key in kept if key in config},
+        "model_type": "espalier",
+        "architectures": ["EspalierForCausalLM"],
+        "family": config.get("family", config["model_type"]),
+        "dtype": "float32",
+        "rope_theta": 10000.0,
+        "max_position_embeddings": max(512, config["max_position_embeddings"]),
+        "blocks": [json.loads(block) for block in blocks],
+    }
+
+
+def block_bytes(config):
+    """Bytes of keys and values of one block of tokens, f32."""
+    blocks = config.get("blocks")
+    if blocks is None:
+        heads = config["num_attention_heads"]
+        head = config.get("head_dim") or config["hidden_size"] // heads
+        widths = [config.get("num_key_value_heads", heads) * head] * config["num_hidden_layers"]
+    else:
+        widths = [b["num_key_value_heads"] * b["head_dim"] for b in blocks if b["type"] == "attention"]
+    return BLOCK_TOKENS * sum(2 * 4 * width for width in widths)
+
+
+def blocks_needed(workload):
+    each = math.ceil((workload["prompt_tokens"] + workload["output_tokens"]) / BLOCK_TOKENS)
+    return workload["concurrency"] * each + 1
+
+
+def opened(helper, name, workload, blocks, bytes_of_block, **model):
+    return helper.ask(
+        "open",
+        timeout=900,
+        engine=name,
+        precision="f32",
+        max_tokens=max(256, workload["prompt_tokens"] * workload["concurrency"]),
+        max_sequences=workload["concurrency"],
+        max_context=workload["prompt_tokens"] + workload["output_tokens"],
+        kv_bytes=blocks * bytes_of_block,
+        block_tokens=BLOCK_TOKENS,
+        **model,
+    )
+
+
+def check_unseen(figures, helper, table, config, layers, given):
+    price = costs(table)
+    shapes = sorted(name for name in price if name != "base")
+    wanted = list(candidates(shapes, layers, given.candidates))
+    for number, blocks in enumerate(wanted):
+        model = flat(config, blocks)
+        opened(helper, f"c{number}", WORKLOAD, blocks_needed(WORKLOAD), block_bytes(model), config=model)
+    times = [[] for _ in wanted]
+    for turn in range(given.rounds + 1):
+        for number in range(len(wanted)):
+            served = helper.ask("serve", timeout=900, engine=f"c{number}", workload=WORKLOAD, requests=1)
+            if turn > 0:
+                times[number].append(served["end_to_end_ms"][0])
+    errors = []
+    for number, (blocks, taken) in enumerate(zip(wanted, times)):
+        predicted, measured = price["base"] + sum(price[block] for block in blocks), statistics.median(taken)
+        spread = statistics.median(abs(each - measured) for each in taken) / measured
+        errors.append(abs(predicted / measured - 1))
+        print(
+            f"      candidate {number}, {len(blocks)} blocks: predicted {predicted:.2f} ms, measured {measured:.2f} ms "
+            f"({predicted / measured - 1:+.1%}), its repeats scatter by {spread:.1%}"
+        )
+        helper.ask("close", engine=f"c{number}")
+    median, worst = statistics.median(errors), max(errors)
+    figures.add(
+        f"{len(errors)} candidates never measured as a whole: error of end-to-end latency {median:.1%} in the middle "
+        f"(at most {MOST_MEDIAN:.0%}), {worst:.1%} at worst (at most {MOST_WORST:.0%})",
+        median <= MOST_MEDIAN and worst <= MOST_WORST,
+    )
+
+
+def check_keys_and_values(figures, helper, directory):
+    """The workload runs in exactly as many blocks as predicted, and not in one less."""
+    workload = {**WORKLOAD, "concurrency": 4}
+    config = json.loads((directory / "config.json").read_text())
+    for less, expected in [(0, "finishes without preemption"), (1, "is preempted or refused")]:
+        blocks = blocks_needed(workload) - less
+        name = f"kv{less}"
+        try:
+            told = opened(helper, name, workload, blocks, block_bytes(config), directory=str(directory.resolve()))
+            served = helper.ask("serve", timeout=900, engine=name, workload=workload, requests=4)
+            suffices = served["preemptions"] == 0 and served["peak_running"] == 4
+            found = f"{told['kv_blocks']} blocks made, {served['preemptions']} preemptions, {served['peak_running']} at once"
+            helper.ask("close", engine=name)
+        except Refused as refused:
+            suffices, found = False, str(refused)
+        figures.add(f"with {blocks} blocks of keys and values 4 requests: {expected} ({found})", suffices == (less == 0))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("program")
+    parser.add_argument("parent", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--candidates", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--grid", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--recovery", type=int, default=32768)
+    given = parser.parse_args()
+    figures = Figures()
+    shared = {"parent": given.parent.resolve(), "grid": given.grid}
+    status, report = run(given.program, given.output, "latency", limits="{latency: 75%}", recovery=given.recovery, **shared)
+    check_limit(figures, "latency", status, report)
+    latency = given.output / "latency"
+    status, report = run(given.program, given.output, "memory", limits="{memory: 80%}", recovery=0, **shared)
+    check_limit(figures, "memory", status, report)
+
+    log = open(given.output / "helper.log", "wb")
+    with Client([sys.executable, "-m", "espalier_vllm.helper"], {"OMP_NUM_THREADS": str(os.cpu_count())}, log) as helper:
+        helper.ask("hello", protocol=1)
+        config = json.loads((latency / "checkpoint" / "config.json").read_text())
+        table = json.loads((latency / "cost-table.json").read_text())
+        check_unseen(figures, helper, table, config, given.layers, given)
+        check_keys_and_values(figures, helper, given.output / "memory" / "checkpoint")
+        helper.end(timeout=60)
+    served = subprocess.run([sys.executable, ROOT / "serving" / "tests" / "check_served.py", latency / "checkpoint"])
+    figures.add("the export's 20 greedy texts are transformers' and perplexities agree to three digits", served.returncode == 0)
+    return figures.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+//! Jobs measured in vLLM, by the stand-in of its process (`serving/tests/fake_helper.py`): from the submission to the
+//! report, and what its users are told where it is not there.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+const BUDGETS: &str = "
+search: {mlp_grid: 128, strategies: [heterogeneous]}
+budget: {sequence_tokens: 64, calibration_tokens: 1024, scoring_tokens: 512, recovery_tokens: 0, validation_tokens: 1024}
+";
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("..")
+        .canonicalize()
+        .unwrap()
+}
+
+/// A directory with a parent, a spec and a Python whose vLLM is the stand-in.
+struct World {
+    directory: TempDir,
+    python: PathBuf,
+}
+
+impl World {
+    fn new(head: usize) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let made = Command::new("python3")
+            .arg(root().join("tests/checks/random-parent.py"))
+            .arg(directory.path().join("parent"))
+            .args(["--hidden", "64", "--layers", "3", "--channels", "256"])
+            .args(["--heads", "4", "--kv-heads", "2", "--head", &head.to_string()])
+            .status();
+        assert!(made.unwrap().success());
+        let python = directory.path().join("python");
+        let text = format!(
+            "#!/bin/sh
+case \"$1\" in
+-c) echo '{{\"vllm\": \"0.32.0\", \"plugin\": \"0.1.0\"}}';;
+*) exec python3 '{}';;
+esac
+",
+            root().join("serving/tests/fake_helper.py").display()
+        );
+        fs::write(&python, text).unwrap();
+        fs::set_permissions(&python, fs::Permissions::from_mode(0o755)).unwrap();
+        Self { directory, python }
+    }
+
+    fn spec(&self, limits: &str) -> PathBuf {
+        let spec = self.directory.path().join("job.yaml");
+        let data = root().join("examples/data");
+        let text = format!(
+            "parent: parent
+data: {{train: [{data}/train.jsonl.xz], validation: [{data}/validation.jsonl.xz]}}
+target:
+  engine: vllm
+  workload: {{prompt_tokens: 48, output_tokens: 8, concurrency: 2}}
+  limits: {limits}
+{BUDGETS}",
+            data = data.display()
+        );
+        fs::write(&spec, text).unwrap();
+        spec
+    }
+
+    /// `espalier run` of the spec, with the Python where it is named and what goes wrong in its vLLM.
+    fn run(&self, python: Option<&Path>, limits: &str, variables: &[(&str, &str)]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_espalier"));
+        command.arg("run").arg(self.spec(limits));
+        command.arg("--output-dir").arg(self.output());
+        if let Some(python) = python {
+            command.arg("--vllm-python").arg(python);
+        }
+        command.envs(variables.iter().copied()).output().unwrap()
+    }
+
+    fn output(&self) -> PathBuf {
+        self.directory.path().join("out")
+    }
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn a_job_is_profiled_checked_and_verified_in_vllm_from_its_submission_to_its_report() {
+    let world = World::new(32);
+    let ended = world.run(Some(&world.python), "{latency: 75%}", &[]);
+    assert!(ended.status.success(), "{}", stderr(&ended));
+    let report = fs::read_to_string(world.output().join("report.json")).unwrap();
+    let report: Value = serde_json::from_str(&report).unwrap();
+    let verified = &report["limits"][0]["verified"];
+    assert_eq!(verified["inside"], true, "{report}");
+    // The stand-in's costs add up exactly, and so does the prediction.
+    let error = verified["error"].as_f64().unwrap();
+    assert!(error.abs() < 0.02, "{error}");
+    let table = fs::read_to_string(world.output().join("cost-table.json")).unwrap();
+    let table: Value = serde_json::from_str(&table).unwrap();
+    let key = &table["profile"]["key"];
+    assert_eq!(
+        (&key["engine"], &key["engine_version"]),
+        (&"vllm".into(), &"0.32.0".into())
+    );
+    assert!(world.output().join("checkpoint/config.json").is_file());
+}
+
+#[test]
+fn a_job_goes_on_after_its_vllm_died_in_the_middle_of_a_profile() {
+    let world = World::new(32);
+    let once = world.directory.path().join("once");
+    let variables = [
+        ("FAKE_VLLM", "steps:7=die"),
+        ("FAKE_VLLM_ONCE", once.to_str().unwrap()),
+    ];
+    let ended = world.run(Some(&world.python), "{latency: 75%}", &variables);
+    assert!(once.exists(), "it did die");
+    assert!(ended.status.success(), "{}", stderr(&ended));
+}
+
+#[test]
+fn what_no_vllm_can_be_measured_in_is_refused_in_one_line_before_a_worker_starts() {
+    let world = World::new(32);
+    let nowhere = world.directory.path().join("nowhere/python");
+    for (python, part) in [
+        (None, "give --vllm-python"),
+        (Some(nowhere.as_path()), "No such file"),
+        (Some(Path::new("/bin/true")), "which no Python does"),
+    ] {
+        let ended = world.run(python, "{latency: 75%}", &[]);
+        let said = stderr(&ended);
+        assert_eq!(ended.status.code(), Some(2), "{said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
+        assert!(said.contains(part), "{said}");
+        assert!(!world.output().exists());
+    }
+}
+
+#[test]
+fn heads_that_vllm_cannot_take_are_refused_once_the_parent_is_known() {
+    let world = World::new(16);
+    let ended = world.run(Some(&world.python), "{latency: 75%}", &[]);
+    assert_eq!(ended.status.code(), Some(1));
+    let said = stderr(&ended);
+    assert!(
+        said.contains("block 0: its head size is 16, expected one of 32, 64"),
+        "{said}"
+    );
+    assert!(!said.contains("profile"), "nothing was measured: {said}");
+}
+
+#[test]
+fn an_error_that_stays_ends_the_job_with_what_vllm_said_and_the_worker_lives() {
+    let world = World::new(32);
+    let ended = world.run(
+        Some(&world.python),
+        "{latency: 75%}",
+        &[("FAKE_VLLM", "open=unsupported")],
+    );
+    let said = stderr(&ended);
+    assert_eq!(ended.status.code(), Some(1), "{said}");
+    assert!(
+        said.contains("vLLM cannot run this: a fake failure of kind unsupported"),
+        "{said}"
+    );
+    assert!(!said.contains("ended unexpectedly"), "{said}");
+}
