@@ -21,7 +21,7 @@ use espalier_model::Device;
 use espalier_proto::task::{Engine, Failure, FailureKind, Progress};
 
 use crate::engine::vllm::VllmOptions;
-use crate::executor::{Backend, Caches, Context, Stop, execute};
+use crate::executor::{Backend, Caches, Context, Pulse, Stop, execute};
 use crate::trace::{Names, attempt_span};
 use crate::{Error, Result};
 use alive::Alive;
@@ -187,7 +187,7 @@ impl Child {
             Engine::Builtin => self.backend()?,
             Engine::Vllm { .. } => self.backend_beside_vllm()?,
         };
-        self.open(&order.artifact_store, &order.artifact_store_id)?;
+        self.open(&order.artifact_store, &order.artifact_store_id, backend.pulse())?;
         let Some((_, store)) = &self.store else {
             let failure = Failure {
                 kind: FailureKind::Error,
@@ -255,18 +255,15 @@ impl Child {
     }
 
     /// Opens the store, unless it is open already. It was made by the coordinator: one that is not there, or is
-    /// another by now, is refused and not made.
-    fn open(&mut self, location: &str, id: &str) -> Result<()> {
-        if self.store.as_ref().is_none_or(|(opened, _)| opened != location) {
-            self.store = None;
-            let pulse = self.backend()?.pulse();
-            let store = BlockingStore::open_existing(location)?.telling_of_waits(move || pulse.beat());
-            self.store = Some((location.to_owned(), store));
-        }
-        match &self.store {
-            Some((_, store)) => require(store, id),
-            None => Ok(()),
-        }
+    /// another by now, is refused and not made. An attempt that waits for it has this pulse.
+    fn open(&mut self, location: &str, id: &str, pulse: Pulse) -> Result<()> {
+        let store = match self.store.take() {
+            Some((opened, store)) if opened == location => store,
+            _ => BlockingStore::open_existing(location)?,
+        };
+        let store = store.telling_of_waits(move || pulse.beat());
+        let (_, store) = self.store.insert((location.to_owned(), store));
+        require(store, id)
     }
 }
 

@@ -126,11 +126,9 @@ fn says_unusable(error: &Error) -> bool {
     use espalier_model::Error as Model;
     match error {
         Error::Content { .. } => true,
-        Error::Artifact(error) => matches!(
-            error,
-            Artifact::Name { .. } | Artifact::NotFound { .. } | Artifact::Damaged { .. }
-        ),
-        Error::Model(Model::Io { source, .. }) => matches!(
+        Error::Artifact(Artifact::Name { .. } | Artifact::NotFound { .. } | Artifact::Damaged { .. }) => true,
+        // It went away, or was cut, while it was opened.
+        Error::Artifact(Artifact::Io { source, .. }) | Error::Model(Model::Io { source, .. }) => matches!(
             source.kind(),
             ErrorKind::NotFound | ErrorKind::UnexpectedEof | ErrorKind::InvalidData
         ),
