@@ -4,6 +4,7 @@
 //! asked of a config, [`values`] how values are read.
 
 mod estimate;
+mod plan;
 mod remote;
 mod values;
 
@@ -17,6 +18,7 @@ use espalier_worker::discovery::Wanted;
 use espalier_worker::engine::vllm::Environment;
 
 pub(crate) use estimate::*;
+pub(crate) use plan::*;
 pub(crate) use remote::*;
 use values::{bytes, duration, interval, threads};
 
@@ -76,6 +78,11 @@ pub(crate) enum Command {
     Task(TaskCommand),
     /// Say what serving a model will need, from its config alone: parameters, and memory by component.
     Estimate(Box<Estimate>),
+    /// Answer other limits, workloads and devices from what a job measured: the choice, what binds, what relaxing buys.
+    Plan(Box<Plan>),
+    /// Look after the cost tables that are kept across jobs.
+    #[command(subcommand)]
+    Profile(ProfileCommand),
     /// Look at the devices of this machine.
     #[command(subcommand)]
     Device(DeviceCommand),
@@ -159,6 +166,10 @@ pub(crate) struct Run {
     /// Keep the journal, artifacts and worker logs, and say where they are.
     #[arg(long)]
     pub keep_state: bool,
+    /// Directory of cost tables kept across runs: what it has of this device is not measured again, and what is measured is
+    /// added. Default: none is kept.
+    #[arg(long, env = "ESPALIER_COST_TABLES", value_name = "DIR")]
+    pub cost_tables: Option<PathBuf>,
     /// Worker processes to start.
     #[arg(long, env = "ESPALIER_WORKERS", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub workers: u16,
@@ -201,6 +212,9 @@ pub(crate) struct Coordinator {
     /// Artifact store that every worker can reach: a directory or a URL. Default: `artifacts` in the data directory.
     #[arg(long, env = "ESPALIER_STORE", value_name = "URL")]
     pub store: Option<String>,
+    /// Directory in which cost tables are kept for later jobs. Default: `cost-tables` in the data directory.
+    #[arg(long, env = "ESPALIER_COST_TABLES", value_name = "DIR")]
+    pub cost_tables: Option<PathBuf>,
     /// Names the coordinators that follow one another on one store; where they ship the journal and claim terms.
     #[arg(
         long,

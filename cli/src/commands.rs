@@ -6,6 +6,8 @@ pub(crate) mod estimate;
 pub(crate) mod job;
 pub(crate) mod keep;
 pub(crate) mod logs;
+pub(crate) mod plan;
+pub(crate) mod profile;
 pub(crate) mod task;
 
 use std::io::IsTerminal;
@@ -64,6 +66,7 @@ pub(crate) async fn coordinator(arguments: args::Coordinator) -> anyhow::Result<
     let mut options = CoordinatorOptions::new(arguments.data_dir);
     options.listen = arguments.listen;
     options.store = arguments.store;
+    options.cost_tables = arguments.cost_tables;
     options.cluster = arguments.cluster;
     options.ship_interval = arguments.ship_interval;
     options.term_lease = arguments.term_lease;

@@ -32,8 +32,19 @@ const SHUTDOWN: Duration = Duration::from_secs(20);
 const CANCELLING: Duration = Duration::from_secs(15);
 const DRAIN: &str = "5s";
 
-pub(crate) async fn run(arguments: Run, logging: &Logging) -> anyhow::Result<()> {
+/// `espalier profile run`: the same, of a job that ends once its target is measured.
+pub(crate) async fn profile(arguments: Run, logging: &Logging) -> anyhow::Result<()> {
     let mut spec = read_spec(&arguments.spec, arguments.output_dir.clone())?;
+    spec.profile_only = true;
+    run_spec(spec, arguments, logging).await
+}
+
+pub(crate) async fn run(arguments: Run, logging: &Logging) -> anyhow::Result<()> {
+    let spec = read_spec(&arguments.spec, arguments.output_dir.clone())?;
+    run_spec(spec, arguments, logging).await
+}
+
+async fn run_spec(mut spec: JobSpec, arguments: Run, logging: &Logging) -> anyhow::Result<()> {
     let devices = devices_of(&arguments, &mut spec).await?;
     let output = PathBuf::from(spec.output.clone().unwrap_or_default());
     if output.symlink_metadata().is_ok() {
@@ -46,6 +57,7 @@ pub(crate) async fn run(arguments: Run, logging: &Logging) -> anyhow::Result<()>
     let state = State::create(&output, arguments.keep_state)?;
     let mut options = CoordinatorOptions::new(state.directory.path());
     options.listen.set_port(0);
+    options.cost_tables.clone_from(&arguments.cost_tables);
     let mut signals = Signals::new()?;
     let coordinator = tokio::select! {
         started = Coordinator::start(options) => started?,
@@ -74,7 +86,12 @@ pub(crate) async fn run(arguments: Run, logging: &Logging) -> anyhow::Result<()>
     let job = ended?;
     if !job.outcome_json.is_empty() {
         output::print_outcome(&job.outcome_json, arguments.format)?;
-        output::say(&format!("report: {}", output.join("report.html").display()));
+        let report = if spec.profile_only {
+            "cost-table.json"
+        } else {
+            "report.html"
+        };
+        output::say(&format!("report: {}", output.join(report).display()));
     }
     verdict(&job)?;
     match stopped {

@@ -17,7 +17,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser};
 use espalier_worker::engine::vllm::VllmOptions;
 
-use args::{Arguments, Command, DeviceCommand, Logging, WorkerCommand};
+use args::{Arguments, Command, DeviceCommand, Logging, ProfileCommand, WorkerCommand};
 use commands::keep;
 
 fn main() -> ExitCode {
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
 
 fn start(arguments: Arguments) -> anyhow::Result<()> {
     let (quiet, service) = match arguments.command {
-        Command::Run(_) => (true, "espalier"),
+        Command::Run(_) | Command::Profile(ProfileCommand::Run(_)) => (true, "espalier"),
         Command::Coordinator(_) => (false, "espalier-coordinator"),
         Command::Worker(WorkerCommand::Run(_)) => (false, "espalier-worker"),
         Command::DeviceChild { .. } => (false, "espalier-child"),
@@ -66,6 +66,9 @@ fn run(command: Command, logging: &Logging, telemetry: &telemetry::Telemetry) ->
             Ok(espalier_worker::run_child(assigned, telemetry.end_of_child())?)
         }
         Command::DeviceLook => commands::device::look(),
+        Command::Plan(asked) => runtime()?.block_on(commands::plan::run(&asked)),
+        Command::Profile(ProfileCommand::Run(run)) => runtime()?.block_on(embedded::profile(*run, logging)),
+        Command::Profile(ProfileCommand::Tables(command)) => commands::profile::run(command),
         Command::Estimate(asked) => commands::estimate::run(&asked),
         Command::Device(DeviceCommand::List { how }) => commands::device::list(how),
         Command::Run(run) => runtime()?.block_on(embedded::run(run, logging)),

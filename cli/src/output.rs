@@ -7,7 +7,9 @@ mod device;
 mod estimate;
 mod job;
 mod outcome;
+mod plan;
 mod table;
+mod tables;
 mod task;
 mod worker;
 
@@ -22,7 +24,9 @@ pub(crate) use device::devices;
 pub(crate) use estimate::estimate;
 pub(crate) use job::{at, events, has_ended, job, jobs};
 pub(crate) use outcome::{missed_limits, print_outcome};
+pub(crate) use plan::plans;
 pub(crate) use table::plain;
+pub(crate) use tables::{table_rows, tables};
 pub(crate) use task::{task, tasks};
 pub(crate) use worker::{worker, workers};
 

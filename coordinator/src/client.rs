@@ -127,6 +127,19 @@ impl Client {
         present(response.into_inner().job)
     }
 
+    /// What a job has found out so far, as JSON of [`crate::pipeline::Findings`].
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] when there is no such job; another when it has no scores yet.
+    pub async fn findings(&mut self, job_id: &str) -> Result<String> {
+        let request = self.timed(v1::FindingsRequest {
+            job_id: job_id.to_owned(),
+        });
+        let response = self.inner.findings(request).await;
+        let response = response.map_err(|status| self.error("findings", &status))?;
+        Ok(response.into_inner().findings_json)
+    }
+
     /// A page of jobs, the newest first, and the token of the next one.
     ///
     /// # Errors

@@ -8,6 +8,7 @@
 pub mod archive;
 pub mod client;
 pub mod collect;
+pub mod cost_tables;
 pub mod doctor;
 mod error;
 mod history;

@@ -18,6 +18,7 @@
 mod compare;
 mod context;
 mod error;
+mod findings;
 mod finish;
 mod fit;
 mod import;
@@ -29,7 +30,8 @@ mod tasks;
 mod tests;
 
 pub use error::PlanError;
-pub use outcome::Outcome;
+pub use findings::Findings;
+pub use outcome::{Outcome, ProfileOutcome};
 pub use stage::{
     Chosen, Decision, Finished, PlannedStage, PlannedTask, Results, SolverProof, Stage, StageResult, Winner,
 };
@@ -52,6 +54,8 @@ pub struct Plan {
     pub stages: Vec<PlannedStage>,
     /// The outcome, once everything has ended.
     pub finished: Option<Box<Outcome>>,
+    /// What the target was measured to cost, where the job is asked for nothing else.
+    pub profiled: Option<Box<ProfileOutcome>>,
 }
 
 /// Which stages are ready, given everything found out so far; the outcome once nothing is left to do.

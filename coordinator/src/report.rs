@@ -7,6 +7,7 @@
 mod chart;
 pub(crate) mod format;
 mod html;
+mod plans;
 #[cfg(test)]
 mod sample;
 mod table;
@@ -17,27 +18,46 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 
-use crate::pipeline::Outcome;
+use espalier_search::plan::Answer;
+use serde::Serialize;
+
+use crate::pipeline::{Outcome, ProfileOutcome};
 
 /// Writes `report.json`, `report.html` and the cost table into `directory`, each whole or not at all.
 ///
 /// # Errors
 /// When a file cannot be written, for example on a full disk.
 pub fn write(outcome: &Outcome, directory: &Path) -> io::Result<()> {
-    let mut json = serde_json::to_vec_pretty(outcome).map_err(io::Error::other)?;
-    json.push(b'\n');
-    write_whole(directory, "report.json", &json)?;
+    write_json(directory, "report.json", outcome)?;
     if let Some(table) = &outcome.cost_table {
-        let mut json = serde_json::to_vec_pretty(table).map_err(io::Error::other)?;
-        json.push(b'\n');
-        write_whole(directory, "cost-table.json", &json)?;
+        write_json(directory, "cost-table.json", table)?;
     }
     write_whole(directory, "report.html", html::page(outcome).as_bytes())
+}
+
+/// Writes what a job leaves that was to measure its target and nothing else: `report.json` and the cost table.
+///
+/// # Errors
+/// As [`write`].
+pub fn write_profile(outcome: &ProfileOutcome, directory: &Path) -> io::Result<()> {
+    write_json(directory, "report.json", outcome)?;
+    write_json(directory, "cost-table.json", &outcome.cost_table)
 }
 
 /// The HTML report, self-contained.
 pub fn html(outcome: &Outcome) -> String {
     html::page(outcome)
+}
+
+/// Answers to other questions as a page, self-contained; each under its name.
+pub fn plans(title: &str, answers: &[(String, Answer)]) -> String {
+    html::document(title, &plans::sections(answers))
+}
+
+fn write_json(directory: &Path, name: &str, value: &impl Serialize) -> io::Result<()> {
+    let mut json = serde_json::to_vec_pretty(value).map_err(io::Error::other)?;
+    json.push(b'\n');
+    write_whole(directory, name, &json)
 }
 
 fn write_whole(directory: &Path, name: &str, content: &[u8]) -> io::Result<()> {

@@ -45,6 +45,9 @@ pub struct JobSpec {
     /// The directory to write the outcome to; it must not exist yet. `--output-dir` overrides it.
     #[serde(default)]
     pub output: Option<String>,
+    /// Ends once the target is measured, with `cost-table.json` as its outcome.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub profile_only: bool,
     /// Seeds the order of documents and sequences: the same seed and inputs give the same result.
     #[serde(default)]
     pub seed: u64,

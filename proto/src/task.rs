@@ -6,7 +6,7 @@ mod failure;
 use std::fmt;
 
 use espalier_arch::{Architecture, BlockShape, Candidate, Variant};
-use espalier_search::{CostKey, CostRow, EngineMemory, Measurement, Point, Score, Workload};
+use espalier_search::{CostKey, CostRow, EngineMemory, Kept, Measurement, Point, Score, Workload};
 use serde::{Deserialize, Serialize};
 
 pub use engine::{Engine, VLLM};
@@ -227,6 +227,9 @@ pub struct Profile {
     /// What runs them.
     #[serde(default, skip_serializing_if = "Engine::is_builtin")]
     pub engine: Engine,
+    /// What earlier jobs measured on such targets; of the one it runs on, only what is missing is measured.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub kept: Vec<Kept>,
 }
 
 /// Rows for the cost table, and the parent measured whole.

@@ -10,6 +10,7 @@ pub mod estimate;
 #[cfg(test)]
 mod fixtures;
 pub mod heterogeneous;
+mod kept;
 mod limit;
 mod measurement;
 mod memory;
@@ -23,6 +24,7 @@ mod workload;
 
 pub use cost::{CostKey, CostRow, CostTable, EngineMemory, Mode, Point, Subject};
 pub use error::{Error, Result};
+pub use kept::{Kept, merged};
 pub use limit::{AbsoluteLimit, Bound, Figures, Limit, Limits, Metric};
 pub use measurement::{Measurement, Summary, Whole};
 pub use memory::MemoryModel;

@@ -5,10 +5,11 @@ use espalier_arch::{Architecture, Candidate, Variant};
 use serde::{Deserialize, Serialize};
 
 use crate::heterogeneous::{Choice, Fitted, FrontPoint, Library, Question, Reachable, choose};
+use crate::predict::Prices;
 use crate::solver::Options;
 use crate::{
-    AbsoluteLimit, CostKey, CostModel, CostTable, Figures, Limits, MemoryModel, Metric, Prediction, Result,
-    Score, Whole, Workload,
+    AbsoluteLimit, CostKey, CostModel, CostTable, Error, Figures, Limits, MemoryModel, Metric, Prediction,
+    Result, Score, Whole, Workload,
 };
 
 /// A limit is relaxed by this share to see what that buys.
@@ -138,6 +139,8 @@ pub struct Answer {
     pub chosen: Option<Chosen>,
     /// Where there is none, what can be reached.
     pub reachable: Vec<Reachable>,
+    /// Scored variants that the table has no time for, and that are left out.
+    pub unpriced: usize,
 }
 
 /// Answers for one target, with a front of `front` points.
@@ -155,10 +158,12 @@ pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Option
     if target.extrapolate {
         model = model.extrapolating()?;
     }
+    let (variants, unpriced) = priced(known, &model)?;
     let (parent, parent_measured) = parent(known, target, &model)?;
     let limits = target.limits.resolve(&parent)?;
     let mut asking = Asking {
         known,
+        variants,
         model,
         options,
     };
@@ -177,6 +182,7 @@ pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Option
         parent_measured,
         chosen,
         reachable,
+        unpriced,
     })
 }
 
@@ -192,8 +198,33 @@ fn parent(known: &Known, target: &Target<'_>, model: &CostModel) -> Result<(Figu
     }
 }
 
+/// The variants that the table has a time for, and how many it has none for. The whole block has to have one.
+fn priced(known: &Known, model: &CostModel) -> Result<(Vec<Vec<Variant>>, usize)> {
+    let mut unpriced = 0;
+    let mut prices = Prices::new(model);
+    let mut priced = Vec::with_capacity(known.variants.len());
+    for (block, variants) in known.parent.blocks.iter().zip(&known.variants) {
+        let mut left = Vec::with_capacity(variants.len());
+        for variant in variants {
+            let shape = block.shape.with_variant(variant).map_err(Error::Shape)?;
+            match prices.of(shape.as_ref()) {
+                Ok(_) => left.push(variant.clone()),
+                Err(Error::MissingRow { .. } | Error::Extrapolation { .. } | Error::Shape(_))
+                    if *variant != Variant::Whole =>
+                {
+                    unpriced += 1;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        priced.push(left);
+    }
+    Ok((priced, unpriced))
+}
+
 struct Asking<'a> {
     known: &'a Known,
+    variants: Vec<Vec<Variant>>,
     model: CostModel,
     options: &'a Options,
 }
@@ -202,7 +233,7 @@ impl Asking<'_> {
     fn fit(&mut self, limits: &[AbsoluteLimit]) -> Result<Fitted> {
         let question = Question {
             parent: &self.known.parent,
-            variants: &self.known.variants,
+            variants: &self.variants,
             scores: Some(&self.known.scores),
             limits,
             count: 1,
@@ -262,7 +293,7 @@ impl Asking<'_> {
             return Ok(Vec::new());
         }
         let known = self.known;
-        let library = Library::new(&known.parent, known.variants.clone(), &known.scores, &self.model)?;
+        let library = Library::new(&known.parent, self.variants.clone(), &known.scores, &self.model)?;
         let coarse = Options {
             relative_gap: self.options.relative_gap.max(1e-3),
             ..*self.options
@@ -402,6 +433,29 @@ mod tests {
         let answer = ask(r#"{"latency": "0.5ms"}"#, |_| {}).unwrap();
         assert!(answer.chosen.is_none());
         assert_eq!(answer.reachable[0].alone, 1.0);
+    }
+
+    #[test]
+    fn variants_without_a_time_are_left_out_and_counted() {
+        let (workload, mut table) = prompts();
+        table
+            .rows
+            .retain(|row| row.subject != crate::Subject::Block(crate::fixtures::attention(1)));
+        let limits: Limits = serde_json::from_str(r#"{"latency": "23ms"}"#).unwrap();
+        let target = Target {
+            table: &table,
+            memory: f32(),
+            whole: None,
+            workload,
+            limits: &limits,
+            extrapolate: false,
+        };
+        let answer = answer(&known(), &target, 0, &Options::default()).unwrap();
+        assert_eq!(answer.unpriced, 3);
+        let chosen = answer.chosen.unwrap();
+        let halved = Variant::Attention { kv_groups: 1 };
+        assert!(!chosen.candidate.variants.contains(&halved));
+        assert!(chosen.front.is_empty());
     }
 
     #[test]

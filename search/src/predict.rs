@@ -32,6 +32,7 @@ mod shapes;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use model::Prices;
 pub use model::{Corrections, CostModel, Costs, Prediction, parameters};
 
 use crate::{Error, Point, Result, Workload};

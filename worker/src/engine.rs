@@ -18,13 +18,16 @@ use std::path::Path;
 
 use espalier_arch::Architecture;
 use espalier_proto::task::{ParentRef, Profile, Profiled};
-use espalier_search::{Measurement, Workload};
+use espalier_search::{CostKey, Measurement, Workload};
 
 use crate::Result;
 use statistics::{drift, summary};
 
 /// Measures models.
 pub trait Engine {
+    /// What its cost rows are true for, at this width of the residual stream.
+    fn key(&self, hidden: usize) -> CostKey;
+
     /// Times every shape of the task and the base at every point, and the whole parent under the workload.
     ///
     /// # Errors

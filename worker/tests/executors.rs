@@ -290,6 +290,7 @@ fn a_profile_has_a_row_for_every_shape_and_the_base_at_every_point() {
         rounds: 3,
         workload,
         engine: Engine::Builtin,
+        kept: Vec::new(),
     };
     let TaskOutput::Profile(profiled) = bench.run(TaskSpec::Profile(spec)).unwrap() else {
         panic!("another output")

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use espalier_arch::Precision;
-use espalier_search::{Bound, Metric};
+use espalier_search::{Bound, Limit, Limits, Metric, Workload};
 
 /// A number of threads: more than there are processors would only have them wait for each other.
 pub(super) fn threads(text: &str) -> Result<usize, String> {
@@ -25,6 +25,44 @@ pub(super) fn bytes(text: &str) -> Result<u64, String> {
         Bound::Absolute(bytes) if (1.0..9.2e18).contains(&bytes) => Ok(bytes as u64),
         _ => Err(wrong()),
     }
+}
+
+/// `latency=75%,memory=3GiB`.
+pub(super) fn limits(text: &str) -> Result<Limits, String> {
+    let mut found = Vec::new();
+    for part in text.split(',') {
+        let wrong = || {
+            format!(
+                "`{}` is no limit; write it as latency=75%, with one of {}",
+                part.trim(),
+                Metric::NAMES
+            )
+        };
+        let (name, value) = part.split_once('=').ok_or_else(wrong)?;
+        let mut known = Metric::ALL.into_iter();
+        let metric = known
+            .find(|metric| metric.name() == name.trim())
+            .ok_or_else(wrong)?;
+        found.push(Limit::parse(metric, value).map_err(|error| error.to_string())?);
+    }
+    Limits::new(found).map_err(|error| error.to_string())
+}
+
+/// `128x32` or `128x32x4`.
+pub(super) fn workload(text: &str) -> Result<Workload, String> {
+    let wrong =
+        || format!("`{text}` is no workload; write it as PROMPTxOUTPUTxCONCURRENCY, for example 128x32x1");
+    let numbers: Result<Vec<usize>, _> = text.split('x').map(|number| number.trim().parse()).collect();
+    let (prompt_tokens, output_tokens, concurrency) = match numbers.map_err(|_| wrong())?[..] {
+        [prompt, output] => (prompt, output, 1),
+        [prompt, output, concurrency] => (prompt, output, concurrency),
+        _ => return Err(wrong()),
+    };
+    Ok(Workload {
+        prompt_tokens,
+        output_tokens,
+        concurrency,
+    })
 }
 
 /// `bf16`, `fp8`.
@@ -75,6 +113,26 @@ mod tests {
         for wrong in ["75%", "-1GiB", "many"] {
             assert!(bytes(wrong).unwrap_err().contains("512MiB, 20GiB"), "{wrong}");
         }
+    }
+
+    #[test]
+    fn limits_and_workloads_are_read_from_a_word_each() {
+        let read = limits("latency=75%, memory=3GiB").unwrap();
+        assert_eq!(read.get(Metric::Latency), Some(Bound::ShareOfParent(0.75)));
+        assert_eq!(read.iter().count(), 2);
+        assert!(limits("latencie=75%").unwrap_err().contains("first_token"));
+        assert!(
+            limits("latency=fast")
+                .unwrap_err()
+                .contains("a time such as 900ms")
+        );
+        let read = workload("128x32x4").unwrap();
+        assert_eq!(
+            (read.prompt_tokens, read.output_tokens, read.concurrency),
+            (128, 32, 4)
+        );
+        assert_eq!(workload("128x32").unwrap().concurrency, 1);
+        assert!(workload("128").unwrap_err().contains("128x32x1"));
     }
 
     #[test]

@@ -3,11 +3,12 @@
 use std::fmt::Write as _;
 
 use anyhow::Context;
-use espalier_coordinator::pipeline::outcome::{LimitReport, Outcome};
+use espalier_coordinator::cost_tables::KeptTable;
+use espalier_coordinator::pipeline::outcome::{LimitReport, Outcome, ProfileOutcome};
 
 use super::table::table;
-use super::{print, print_json, yaml};
-use crate::args::Format;
+use super::{print, print_json, table_rows, yaml};
+use crate::args::{Format, How};
 
 /// Writes what a finished job has to tell.
 pub(crate) fn print_outcome(outcome_json: &str, format: Format) -> anyhow::Result<()> {
@@ -16,6 +17,9 @@ pub(crate) fn print_outcome(outcome_json: &str, format: Format) -> anyhow::Resul
         Format::Json => print_json(&value()?),
         Format::Yaml => print(&yaml(&value()?)?),
         Format::Table | Format::Wide => {
+            if let Some(profiled) = profiled_only(outcome_json) {
+                return table_rows(&KeptTable::from(profiled.cost_table)).print(How { format, quiet: false });
+            }
             let outcome: Outcome =
                 serde_json::from_str(outcome_json).context("the outcome cannot be read")?;
             print(&outcome_table(&outcome))
@@ -26,11 +30,16 @@ pub(crate) fn print_outcome(outcome_json: &str, format: Format) -> anyhow::Resul
 /// The limits that the exported model was measured outside of; empty when it meets all of them, or when
 /// nothing is told of the outcome.
 pub(crate) fn missed_limits(outcome_json: &str) -> anyhow::Result<String> {
-    if outcome_json.is_empty() {
+    if outcome_json.is_empty() || profiled_only(outcome_json).is_some() {
         return Ok(String::new());
     }
     let outcome: Outcome = serde_json::from_str(outcome_json).context("the outcome cannot be read")?;
     Ok(LimitReport::missed(&outcome.limits))
+}
+
+/// The outcome of a job that was to measure its target and nothing else.
+fn profiled_only(outcome_json: &str) -> Option<ProfileOutcome> {
+    serde_json::from_str(outcome_json).ok()
 }
 
 fn outcome_table(outcome: &Outcome) -> String {

@@ -167,3 +167,55 @@ fn times_are_told_as_people_read_them_and_one_that_nobody_noted_is_left_empty() 
     assert_eq!(super::at(-5), "");
     assert_eq!(super::at(i64::MAX), i64::MAX.to_string());
 }
+
+#[test]
+fn an_estimate_ends_with_its_total_and_says_what_was_not_counted() {
+    let config = serde_json::json!({
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true
+    });
+    let architecture = espalier_arch::Architecture::from_config(&config).unwrap();
+    let assumptions = espalier_search::estimate::Assumptions {
+        storage: "bf16".parse().unwrap(),
+        workload: espalier_search::Workload {
+            prompt_tokens: 100,
+            output_tokens: 28,
+            concurrency: 2,
+        },
+        block_tokens: 16,
+        spare_blocks: 1,
+        ranks: 2,
+        step_tokens: 2048,
+        overhead_bytes: 0,
+    };
+    let found = espalier_search::estimate::estimate(&architecture, &assumptions).unwrap();
+    let text = estimate(&found).text(how(Format::Table), true).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    assert!(
+        lines
+            .iter()
+            .any(|line| line.contains("not counted: give --overhead")),
+        "{text}"
+    );
+    assert!(
+        lines
+            .iter()
+            .any(|line| line.contains("2 sequences of 128 tokens, 128 bytes a token, 17 pages of 16 tokens")),
+        "{text}"
+    );
+    assert!(lines.last().unwrap().starts_with("all ranks"), "{text}");
+}
+
+#[test]
+fn a_plan_that_cannot_be_answered_says_why_in_its_row_and_in_its_json() {
+    let answers = vec![(
+        "own, 1 × 4 + 1 tokens, latency 60%".to_owned(),
+        Err("no row".to_owned()),
+    )];
+    let listing = plans(&answers);
+    let text = listing.text(how(Format::Table), false).unwrap();
+    assert!(text.contains("latency 60%  no row"), "{text}");
+    let json = listing.text(how(Format::Json), false).unwrap();
+    assert!(json.contains("\"error\": \"no row\""), "{json}");
+}

@@ -50,6 +50,14 @@ pub struct Outcome {
     pub notes: Vec<String>,
 }
 
+/// What a job has to tell that was to measure its target and nothing else.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProfileOutcome {
+    /// What was measured: `cost-table.json`.
+    pub cost_table: CostTableFile,
+}
+
 /// The parent.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -7,12 +7,14 @@ use espalier_proto::task::{
 };
 use espalier_search::heterogeneous::{Fitted, Question, choose};
 use espalier_search::solver::Options;
-use espalier_search::{AbsoluteLimit, Bound, Figures, Metric, points};
+use espalier_search::{AbsoluteLimit, Bound, Figures, Metric, points, running_points};
 
 use super::context::{Context, block_parameters};
 use super::servable::refuse_unservable;
-use super::{Plan, PlanError, PlannedStage, PlannedTask, Results, Stage, finish, fit, import};
-use crate::spec::{JobSpec, Strategy};
+use super::{
+    Plan, PlanError, PlannedStage, PlannedTask, ProfileOutcome, Results, Stage, finish, fit, import,
+};
+use crate::spec::{Engine, JobSpec, Strategy};
 
 /// Rounds of the profile over all shapes, interleaved.
 const PROFILE_ROUNDS: usize = 7;
@@ -36,6 +38,13 @@ pub(super) fn plan(spec: &JobSpec, results: &Results) -> Result<Plan, PlanError>
         }
         Some(_) => {}
         None => offer(&mut plan, results, Stage::Profile, || profile(&context, ingested))?,
+    }
+    if spec.profile_only {
+        if let Some(profiled) = context.profiled()? {
+            let cost_table = import::exported(&context, &ingested.architecture, profiled);
+            plan.profiled = Some(Box::new(ProfileOutcome { cost_table }));
+        }
+        return Ok(plan);
     }
     // What cannot be reached is refused before anything is spent on it.
     let profiled = context.profiled()?;
@@ -119,13 +128,19 @@ fn ingest(spec: &JobSpec) -> Ingest {
 
 fn profile(context: &Context<'_>, ingested: &Ingested) -> Result<Vec<PlannedTask>, PlanError> {
     let workload = context.workload();
+    let target = &context.spec.target;
+    let mut points = points(&workload)?;
+    if target.engine != Engine::Builtin && target.limits.get(Metric::Throughput).is_some() {
+        points.extend(running_points(&workload)?);
+    }
     let profile = Profile {
         architecture: ingested.architecture.clone(),
         shapes: context.space().shapes(&ingested.architecture)?,
-        points: points(&workload)?,
+        points,
         rounds: PROFILE_ROUNDS,
         workload,
         engine: context.spec.target.task_engine(),
+        kept: Vec::new(),
     };
     Ok(vec![task("profile", TaskSpec::Profile(profile))])
 }

@@ -3,6 +3,8 @@
 use std::fmt::Write as _;
 
 use espalier_arch::{BlockKind, Variant};
+use espalier_search::Metric;
+use espalier_search::heterogeneous::FrontPoint;
 
 use super::format::{escape, metric};
 use crate::pipeline::outcome::{BlockReport, LimitReport, Outcome, StrategyReport};
@@ -199,32 +201,43 @@ pub(super) fn front(outcome: &Outcome) -> Option<String> {
         let value = strategy.prediction.figures.get(outcome.front_metric)?;
         Some((value, strategy.solved?.score))
     });
-    let points: Vec<(f64, f64)> = outcome
-        .front
+    let limit = outcome
+        .limits
         .iter()
-        .map(|point| (point.value, point.score))
-        .collect();
+        .find(|limit| limit.metric == outcome.front_metric);
+    plot_front(
+        outcome.front_metric,
+        &outcome.front,
+        limit.map(|limit| limit.limit),
+        chosen,
+    )
+}
+
+/// Quality against one metric, with a limit on it and a choice, each (value, score) where there is one.
+pub(super) fn plot_front(
+    over: Metric,
+    front: &[FrontPoint],
+    limit: Option<f64>,
+    chosen: Option<(f64, f64)>,
+) -> Option<String> {
+    let points: Vec<(f64, f64)> = front.iter().map(|point| (point.value, point.score)).collect();
     if points.len() < 2 {
         return None;
     }
     let all: Vec<(f64, f64)> = points.iter().copied().chain(chosen).collect();
     let plot = Plot::around(&all, 560.0, 300.0);
     let mut svg = open(560.0, 300.0, "quality lost at each value of the limit");
-    let show = |value: f64| outcome.front_metric.display(value);
+    let show = |value: f64| over.display(value);
     plot.axes(
         &mut svg,
-        metric(outcome.front_metric),
+        metric(over),
         "sum of scores, nats a token",
         &show,
         &|value| format!("{value:.2}"),
     );
     plot.curve(&mut svg, "curve", &points);
-    if let Some(limit) = outcome
-        .limits
-        .iter()
-        .find(|limit| limit.metric == outcome.front_metric)
-    {
-        let x = plot.x(limit.limit);
+    if let Some(limit) = limit {
+        let x = plot.x(limit);
         let _ = write!(
             svg,
             "<line class=\"frame\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"14\" y2=\"256\"/>\

@@ -19,11 +19,16 @@ pub(super) fn page(outcome: &Outcome) -> String {
     section(&mut body, "What it cost", "", &table::costs(outcome));
     notes(&mut body, outcome);
     spec(&mut body, outcome);
+    document(&outcome.parent.source, &body)
+}
+
+/// A page that loads nothing.
+pub(super) fn document(title: &str, body: &str) -> String {
     format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
          <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
          <title>Espalier: {}</title><style>{STYLE}</style></head>\n<body><main>\n{body}</main></body></html>\n",
-        escape(&outcome.parent.source)
+        escape(title)
     )
 }
 

@@ -7,27 +7,96 @@ use espalier_proto::task::{TaskOutput, TaskSpec};
 use serde::Serialize;
 
 use super::{Planned, Planner, StageSnapshot, outcome};
-use crate::pipeline::{self, Decision, Finished, Outcome, PlannedStage, Results, Stage, StageResult};
+use crate::cost_tables::{CostTables, KeptTable};
+use crate::pipeline::{
+    self, Decision, Findings, Finished, Outcome, Plan, PlannedStage, ProfileOutcome, Results, Stage,
+    StageResult,
+};
 use crate::report;
 use crate::scheduler::{Needs, Payload, StagePlan, TaskPlan};
 use crate::spec::JobSpec;
 
 /// The pipeline of this build.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct PipelinePlanner;
+#[derive(Debug, Clone, Default)]
+pub struct PipelinePlanner {
+    /// What earlier jobs measured, and where what is measured is kept; none keeps nothing.
+    pub cost_tables: Option<CostTables>,
+}
+
+impl PipelinePlanner {
+    /// Tells a profile what is known already.
+    fn tell_known(&self, spec: &JobSpec, plan: &mut Plan) {
+        let Some(tables) = &self.cost_tables else { return };
+        let tasks = plan.stages.iter_mut().flat_map(|stage| stage.tasks.iter_mut());
+        for task in tasks {
+            if let TaskSpec::Profile(profile) = &mut task.spec {
+                profile.kept = tables.known(
+                    profile,
+                    &name(&spec.target.precision()),
+                    &name(&spec.target.engine),
+                );
+            }
+        }
+    }
+
+    /// Keeps what a profile found out.
+    fn keep(&self, spec: &JobSpec, results: &Results) {
+        let Some(tables) = &self.cost_tables else { return };
+        let (Some([TaskOutput::Profile(profiled)]), Some([TaskOutput::Ingest(ingested)])) =
+            (results.outputs(Stage::Profile), results.outputs(Stage::Ingest))
+        else {
+            return;
+        };
+        let block_parameters = ingested.architecture.parameters().in_blocks();
+        let table = KeptTable::of(profiled.clone(), spec.target.workload, block_parameters);
+        if let Err(error) = tables.keep(&table) {
+            tracing::warn!(%error, "what was measured cannot be kept for later jobs");
+        }
+    }
+}
+
+/// The outcome of a job that was to measure its target and nothing else.
+fn profiled_only(outcome: &str) -> Option<ProfileOutcome> {
+    serde_json::from_str(outcome).ok()
+}
+
+/// The word that a spec uses.
+fn name(value: &impl Serialize) -> String {
+    let value = serde_json::to_value(value).unwrap_or_default();
+    value.as_str().unwrap_or_default().to_owned()
+}
+
+/// What a job that has not ended has found out.
+///
+/// # Errors
+/// What is missing, one line.
+pub(super) fn findings(spec: &str, stages: &[StageSnapshot]) -> Result<Findings, String> {
+    let spec: JobSpec = read("the job's spec", spec)?;
+    Findings::of_results(&spec, &results(stages)?)
+}
+
+fn results(stages: &[StageSnapshot]) -> Result<Results, String> {
+    let mut results = Results::default();
+    for snapshot in stages {
+        let stage: Stage = snapshot.name.parse()?;
+        results.stages.insert(stage, result(snapshot)?);
+    }
+    Ok(results)
+}
 
 impl Planner for PipelinePlanner {
     fn plan(&self, spec: &str, stages: &[StageSnapshot]) -> Result<Planned, String> {
         let spec: JobSpec = read("the job's spec", spec)?;
-        let mut results = Results::default();
-        for snapshot in stages {
-            let stage: Stage = snapshot.name.parse()?;
-            results.stages.insert(stage, result(snapshot)?);
-        }
-        let plan = pipeline::plan(&spec, &results).map_err(|error| error.to_string())?;
+        let results = results(stages)?;
+        self.keep(&spec, &results);
+        let mut plan = pipeline::plan(&spec, &results).map_err(|error| error.to_string())?;
+        self.tell_known(&spec, &mut plan);
         let place = Place::of(&spec);
         if let Some(mut outcome) = plan.finished {
             outcome.export.directory = place.settled(&outcome.export.directory);
+            return Ok(Planned::Outcome(write(outcome.as_ref())?));
+        }
+        if let Some(outcome) = plan.profiled {
             return Ok(Planned::Outcome(write(outcome.as_ref())?));
         }
         let weights = Weights::of(&spec, &results);
@@ -36,11 +105,25 @@ impl Planner for PipelinePlanner {
     }
 
     fn write_report(&self, outcome: &str, directory: &Path) -> Result<(), String> {
+        let cannot = |error| format!("cannot write the report to `{}`: {error}", directory.display());
+        if let Some(profiled) = profiled_only(outcome) {
+            return report::write_profile(&profiled, directory).map_err(cannot);
+        }
         let mut outcome: Outcome = read("the job's outcome", outcome)?;
         outcome::promote(&outcome.export, directory)?;
         outcome.export.attempt = 0;
-        report::write(&outcome, directory)
-            .map_err(|error| format!("cannot write the report to `{}`: {error}", directory.display()))
+        report::write(&outcome, directory).map_err(cannot)
+    }
+
+    fn finish(&self, outcome: &str, output: &Path) -> Result<(), String> {
+        // Nothing was exported, so nothing has grown there yet.
+        if profiled_only(outcome).is_some() && !output.exists() {
+            let partial = outcome::partial(output);
+            std::fs::create_dir_all(&partial)
+                .map_err(|error| format!("cannot make `{}`: {error}", partial.display()))?;
+        }
+        let write = |directory: &Path| self.write_report(outcome, directory);
+        outcome::finish(&write, output)
     }
 }
 
@@ -218,11 +301,14 @@ fn write<T: Serialize + ?Sized>(value: &T) -> Result<Payload, String> {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
     use std::path::Path;
 
     use espalier_arch::{Activation, Attention, Block, BlockShape, Family, Mlp};
-    use espalier_proto::task::{ArtifactId, Calibrate, Check, Engine, ParentRef, Shard};
-    use espalier_search::Workload;
+    use espalier_proto::task::{
+        ArtifactId, Calibrate, Check, Engine, Ingested, ParentRef, Profile, Profiled, Shard,
+    };
+    use espalier_search::{CostKey, CostRow, Measurement, Mode, Subject, Summary, Workload};
 
     use super::*;
 
@@ -290,6 +376,120 @@ mod tests {
             bytes,
             "of shapes it is told itself"
         );
+    }
+
+    fn ingested() -> TaskOutput {
+        let shard = Shard {
+            artifact: ArtifactId("0".repeat(64)),
+            sequences: 1,
+            sequence_tokens: 4,
+        };
+        TaskOutput::Ingest(Box::new(Ingested {
+            parent: ParentRef {
+                source: "p".to_owned(),
+                fingerprint: "f".to_owned(),
+                permutation: None,
+            },
+            architecture: parent(),
+            calibration: vec![shard.clone()],
+            scoring: shard.clone(),
+            recovery: Vec::new(),
+            validation: shard,
+            documents: 1,
+            empty_documents: 0,
+        }))
+    }
+
+    fn snapshot(name: &str, output: &TaskOutput) -> StageSnapshot {
+        StageSnapshot {
+            name: name.to_owned(),
+            decision: None,
+            outputs: Some(vec![write(output).unwrap()]),
+            seconds: 1.0,
+        }
+    }
+
+    /// The profile that a new job of this planner is asked for.
+    fn asked(planner: &PipelinePlanner, spec: &str) -> Profile {
+        let Planned::Stages(stages) = planner.plan(spec, &[snapshot("ingest", &ingested())]).unwrap() else {
+            panic!("it has only begun")
+        };
+        let stage = stages.iter().find(|stage| stage.name == "profile").unwrap();
+        match read("a task", stage.tasks[0].payload.as_str()).unwrap() {
+            TaskSpec::Profile(profile) => profile,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn measured(profile: &Profile) -> TaskOutput {
+        let base = Subject::Base {
+            vocab_size: profile.architecture.vocab_size,
+        };
+        let subjects = profile.shapes.iter().cloned().map(Subject::Block).chain([base]);
+        let rows = subjects.flat_map(|subject| {
+            profile.points.iter().map(move |point| CostRow {
+                subject: subject.clone(),
+                point: *point,
+                median_ms: 1.0,
+                spread_ms: 0.0,
+                repeats: 7,
+            })
+        });
+        let once = Summary {
+            median: 9.0,
+            spread: 0.0,
+            samples: vec![9.0],
+        };
+        TaskOutput::Profile(Profiled {
+            key: CostKey {
+                device: "d".to_owned(),
+                engine: "builtin".to_owned(),
+                engine_version: "1".to_owned(),
+                precision: "f32".to_owned(),
+                hidden: 32,
+                parallelism: 1,
+                mode: Mode::Eager,
+            },
+            rows: rows.collect(),
+            parent: Measurement {
+                latency_ms: once.clone(),
+                first_token_ms: once.clone(),
+                per_token_ms: once.clone(),
+                throughput_tokens_per_second: once,
+                memory_bytes: 1 << 20,
+            },
+            memory: None,
+        })
+    }
+
+    #[test]
+    fn a_second_job_on_the_same_target_is_told_all_that_the_first_measured() {
+        let directory = tempfile::tempdir().unwrap();
+        let planner = || PipelinePlanner {
+            cost_tables: Some(CostTables::at(directory.path())),
+        };
+        let text = "{parent: p, data: {train: [t.txt]}, target: {workload: {prompt_tokens: 4, output_tokens: 3}, \
+                    limits: {latency: 75%}}, output: out}";
+        let spec = JobSpec::from_yaml(text, Path::new("/")).unwrap();
+        let spec = serde_json::to_string(&spec).unwrap();
+        let first = asked(&planner(), &spec);
+        assert!(first.kept.is_empty());
+        let stages = [
+            snapshot("ingest", &ingested()),
+            snapshot("profile", &measured(&first)),
+        ];
+        planner().plan(&spec, &stages).unwrap();
+        let second = asked(&planner(), &spec);
+        let [kept] = &second.kept[..] else {
+            panic!("{:?}", second.kept)
+        };
+        let vocabulary = second.architecture.vocab_size;
+        assert!(kept.parent.is_some());
+        assert!(
+            kept.missing(&second.shapes, vocabulary, &second.points)
+                .is_empty()
+        );
+        assert!(asked(&PipelinePlanner::default(), &spec).kept.is_empty());
     }
 
     #[test]

@@ -13,7 +13,8 @@ use tonic::{Request, Response, Status};
 
 use super::inbox::Inbox;
 use super::owner::{self, JobOrder, Listing, Query};
-use super::{outcome, watch::Following};
+use super::{adapter, outcome, watch::Following};
+use crate::pipeline::{Findings, Outcome};
 use crate::scheduler::JobId;
 use crate::spec::JobSpec;
 
@@ -194,6 +195,36 @@ impl Jobs for Service {
             .ask(|reply| owner::Request::Query(Query::Job { job, reply }))
             .await?;
         Ok(Response::new(v1::GetResponse { job: Some(job) }))
+    }
+
+    async fn findings(
+        &self,
+        request: Request<v1::FindingsRequest>,
+    ) -> Result<Response<v1::FindingsResponse>, Status> {
+        let job = parse_id(&request.get_ref().job_id)?;
+        let shown = self
+            .inbox
+            .ask(|reply| owner::Request::Query(Query::Job { job, reply }))
+            .await?;
+        let refused = |reason: String| Status::failed_precondition(format!("{job}: {reason}"));
+        let found = if shown.outcome_json.is_empty() {
+            let (spec, stages) = self
+                .inbox
+                .ask(|reply| owner::Request::Query(Query::Findings { job, reply }))
+                .await?;
+            let read = move || adapter::findings(spec.as_str(), &stages);
+            tokio::task::spawn_blocking(read)
+                .await
+                .map_err(|error| Status::internal(error.to_string()))?
+                .map_err(refused)?
+        } else {
+            let outcome: Outcome = serde_json::from_str(&shown.outcome_json)
+                .map_err(|error| refused(format!("its outcome cannot be read: {error}")))?;
+            Findings::from(outcome)
+        };
+        let findings_json =
+            serde_json::to_string(&found).map_err(|error| Status::internal(error.to_string()))?;
+        Ok(Response::new(v1::FindingsResponse { findings_json }))
     }
 
     async fn list(&self, request: Request<v1::ListRequest>) -> Result<Response<v1::ListResponse>, Status> {

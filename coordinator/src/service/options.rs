@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::collect::COLLECT_AFTER;
+use crate::cost_tables;
 use crate::journal;
 use crate::shipping::SHIP_INTERVAL;
 use crate::term::TERM_LEASE;
@@ -18,6 +19,8 @@ pub struct CoordinatorOptions {
     pub data_dir: PathBuf,
     /// Where artifacts lie: a directory or a URL that workers can reach too. Default: `artifacts` in `data_dir`.
     pub store: Option<String>,
+    /// Where cost tables are kept for later jobs. Default: `cost-tables` in `data_dir`.
+    pub cost_tables: Option<PathBuf>,
     /// Names the coordinators that follow one another on one store. Only with a `store`: that is where the journal
     /// is shipped and terms are claimed. Default: `espalier`.
     pub cluster: String,
@@ -46,6 +49,7 @@ impl CoordinatorOptions {
             listen: SocketAddr::from(([127, 0, 0, 1], 7474)),
             data_dir: data_dir.into(),
             store: None,
+            cost_tables: None,
             cluster: "espalier".to_owned(),
             ship_interval: SHIP_INTERVAL,
             term_lease: TERM_LEASE,
@@ -55,5 +59,11 @@ impl CoordinatorOptions {
             worker_lost: Duration::from_secs(30),
             orphan_grace: Duration::from_secs(30 * 60),
         }
+    }
+
+    /// Where cost tables are kept.
+    pub(crate) fn cost_tables(&self) -> PathBuf {
+        let own = || self.data_dir.join(cost_tables::DIRECTORY);
+        self.cost_tables.clone().unwrap_or_else(own)
     }
 }

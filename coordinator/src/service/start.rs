@@ -20,6 +20,7 @@ use super::surroundings::{BlockingThreads, Clock, Surroundings, SystemClock};
 use super::turns::{run, tick};
 use super::{CoordinatorOptions, Handle, PipelinePlanner, Planner, store};
 use crate::collect::{self, Collector};
+use crate::cost_tables::CostTables;
 use crate::journal::disk::{Disk, SystemDisk};
 use crate::lock::DirectoryLock;
 use crate::logs::{self, Logs};
@@ -67,7 +68,10 @@ impl Coordinator {
     /// # Errors
     /// When the data directory is another's or damaged, or the address cannot be listened on.
     pub async fn start(options: CoordinatorOptions) -> Result<Handle> {
-        Self::start_with(options, Arc::new(PipelinePlanner)).await
+        let planner = PipelinePlanner {
+            cost_tables: Some(CostTables::at(options.cost_tables())),
+        };
+        Self::start_with(options, Arc::new(planner)).await
     }
 
     /// The same, with another planner in the pipeline's place.

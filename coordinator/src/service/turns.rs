@@ -93,7 +93,7 @@ mod tests {
             witness: None,
         };
         let options = CoordinatorOptions::new(directory.path());
-        let owner = Owner::open(options, Arc::new(PipelinePlanner), surroundings).unwrap();
+        let owner = Owner::open(options, Arc::new(PipelinePlanner::default()), surroundings).unwrap();
         let (requests, inbox) = mpsc::channel(4);
         while requests.try_send(Request::Tick).is_ok() {}
         let stop = CancellationToken::new();

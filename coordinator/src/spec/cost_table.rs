@@ -13,13 +13,12 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 
 use super::{JobSpec, SpecError, Target};
+use crate::cost_tables::KeptTable;
 
 /// Version of [`CostTableFile`]'s form. 2 tells parallelism, mode and the engine's memory, and may have the host's
 /// floor among its rows; files of 1 are read as what they were: one rank, eager, every row by the clock.
 pub const COST_TABLE_SCHEMA: u32 = 2;
 const OLDEST_SCHEMA: u32 = 1;
-/// A larger file is no cost table: the search spaces of the largest models have a few thousand rows.
-const LARGEST_FILE: u64 = 8 << 20;
 const FIELD: &str = "target.cost_table";
 
 /// What a profile found out, as a file.
@@ -77,30 +76,36 @@ impl JobSpec {
         let Some(CostTableSource::File(file)) = &self.target.cost_table else {
             return Ok(());
         };
-        let table = read(file)?;
+        let table = read(file, &self.target.workload)?;
         fits(&table, &self.target)?;
         self.target.cost_table = Some(CostTableSource::Table(Box::new(table)));
         Ok(())
     }
 }
 
-fn read(file: &str) -> Result<CostTableFile, SpecError> {
-    let wrong = |reason: String| SpecError::new(FIELD, format!("{file} {reason}"));
-    let length = std::fs::metadata(Path::new(file)).map_or(0, |metadata| metadata.len());
-    if length > LARGEST_FILE {
+/// A finished job's table, or what is kept of a target and the one model that was measured whole under the workload.
+fn read(file: &str, workload: &Workload) -> Result<CostTableFile, SpecError> {
+    let wrong = |reason: String| SpecError::new(FIELD, reason);
+    let kept = KeptTable::read(Path::new(file)).map_err(wrong)?;
+    let measured = kept.parents.iter().find(|parent| parent.workload == *workload);
+    let Some(parent) = measured.or_else(|| kept.parents.first()) else {
         return Err(wrong(format!(
-            "has {length} bytes, expected at most {LARGEST_FILE}: give the cost-table.json of a finished job"
+            "{file} has no model measured whole, expected the parent under the workload; give the cost-table.json of a \
+             finished job"
         )));
-    }
-    let text = std::fs::read_to_string(file)
-        .map_err(|error| wrong(format!("cannot be read: {error}; give a file that can")))?;
-    let mut table: CostTableFile = serde_json::from_str(&text).map_err(|error| {
-        wrong(format!(
-            "is no cost table: {error}; give the cost-table.json of a finished job"
-        ))
-    })?;
-    file.clone_into(&mut table.file);
-    Ok(table)
+    };
+    Ok(CostTableFile {
+        schema: kept.schema,
+        file: file.to_owned(),
+        workload: parent.workload,
+        block_parameters: parent.block_parameters,
+        profile: Profiled {
+            key: kept.key.clone(),
+            rows: kept.rows.clone(),
+            parent: parent.measurement.clone(),
+            memory: kept.memory,
+        },
+    })
 }
 
 /// Refuses a table that was measured for another target than the spec's.

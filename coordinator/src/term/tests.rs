@@ -281,7 +281,7 @@ fn no_term_is_claimed_before_the_disk_is_known_to_have_room() {
             witness: None,
         };
         let options = CoordinatorOptions::new("data");
-        let planner = Arc::new(PipelinePlanner);
+        let planner = Arc::new(PipelinePlanner::default());
         Owner::open_fenced(
             options,
             planner,

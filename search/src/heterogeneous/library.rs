@@ -6,6 +6,7 @@ use espalier_arch::{Architecture, Candidate, Variant};
 
 use super::margin::{margin, share_of};
 use super::{Choice, Fitted, FrontPoint, Reachable};
+use crate::predict::Prices;
 use crate::solver::{self, Item, Options, Problem, Solved};
 use crate::{AbsoluteLimit, CostModel, Costs, Error, Metric, Result, Score};
 
@@ -40,13 +41,14 @@ impl<'a> Library<'a> {
             .collect();
         let mut score_rows = Vec::with_capacity(variants.len());
         let mut cost_rows = Vec::with_capacity(variants.len());
+        let mut prices = Prices::new(model);
         for (block, (shape, variants)) in parent.blocks.iter().zip(&variants).enumerate() {
             let mut block_scores = Vec::with_capacity(variants.len());
             let mut block_costs = Vec::with_capacity(variants.len());
             for variant in variants {
                 block_scores.push(score_of(&known, block, variant)?);
                 let left = shape.shape.with_variant(variant).map_err(Error::Shape)?;
-                block_costs.push(model.block_costs(left.as_ref())?);
+                block_costs.push(prices.of(left.as_ref())?);
             }
             score_rows.push(block_scores);
             cost_rows.push(block_costs);

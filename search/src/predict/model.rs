@@ -1,11 +1,9 @@
 //! The cost model: what each block and the base add to every metric.
 
-use std::collections::BTreeMap;
-
 use espalier_arch::{Architecture, BlockShape};
 use serde::{Deserialize, Serialize};
 
-use super::rows::{Load, block_key};
+use super::rows::Load;
 use super::sampled::Sampled;
 use super::shapes::Times;
 use super::{check, decode_steps};
@@ -112,6 +110,35 @@ impl Timed {
         self.first.add(&other.first, factor);
         self.decode.add(&other.decode, factor);
         self.turnover.add(&other.turnover, factor);
+    }
+}
+
+/// The costs of shapes, each worked out once: a parent has a few shapes in many blocks.
+#[derive(Debug)]
+pub(crate) struct Prices<'a> {
+    model: &'a CostModel,
+    known: Vec<(BlockShape, Costs)>,
+}
+
+impl<'a> Prices<'a> {
+    pub(crate) fn new(model: &'a CostModel) -> Self {
+        Self {
+            model,
+            known: Vec::new(),
+        }
+    }
+
+    /// As [`CostModel::block_costs`].
+    pub(crate) fn of(&mut self, shape: Option<&BlockShape>) -> Result<Costs> {
+        let Some(shape) = shape else {
+            return Ok(Costs::default());
+        };
+        if let Some((_, costs)) = self.known.iter().find(|(known, _)| known == shape) {
+            return Ok(*costs);
+        }
+        let costs = self.model.block_costs(Some(shape))?;
+        self.known.push((shape.clone(), costs));
+        Ok(costs)
     }
 }
 
@@ -242,15 +269,17 @@ impl CostModel {
                 model: architecture.hidden,
             });
         }
-        let mut counts: BTreeMap<String, (&BlockShape, f64)> = BTreeMap::new();
+        let mut counts: Vec<(&BlockShape, f64)> = Vec::new();
         for block in &architecture.blocks {
-            let entry = counts.entry(block_key(&block.shape));
-            entry.or_insert((&block.shape, 0.0)).1 += 1.0;
+            match counts.iter_mut().find(|(shape, _)| **shape == block.shape) {
+                Some((_, count)) => *count += 1.0,
+                None => counts.push((&block.shape, 1.0)),
+            }
         }
         let mut times = self.base_times(architecture)?;
         let mut memory = self.base_bytes(architecture)?;
         let mut block_parameters = 0.0;
-        for (shape, count) in counts.into_values() {
+        for (shape, count) in counts {
             times.add(&self.block_times(shape)?, count);
             memory += self.block_bytes(shape)? * count;
             block_parameters += parameters(shape, self.hidden) * count;

@@ -323,6 +323,10 @@ impl InVllm<'_> {
 }
 
 impl Engine for InVllm<'_> {
+    fn key(&self, hidden: usize) -> CostKey {
+        self.cost_key(hidden)
+    }
+
     fn profile(&mut self, task: &Profile) -> Result<Profiled> {
         profile::run(self, task)
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use espalier_model::Model;
 use espalier_model::checkpoint::Parent;
 use espalier_proto::task::{Engine as Wanted, Profile, Profiled};
-use espalier_search::Workload;
+use espalier_search::{CostKey, Workload};
 
 use super::{Caches, Context};
 use crate::engine::builtin::{Bench, cost_key, dummy};
@@ -76,6 +76,10 @@ fn exported(directory: &Path) -> Result<Parent> {
 }
 
 impl Engine for Builtin<'_, '_> {
+    fn key(&self, hidden: usize) -> CostKey {
+        cost_key(&*self.context.operations, hidden)
+    }
+
     fn profile(&mut self, task: &Profile) -> Result<Profiled> {
         let (context, operations) = (self.context, &self.context.operations);
         let rounds = task.rounds.max(LEAST_ROUNDS);
@@ -97,7 +101,7 @@ impl Engine for Builtin<'_, '_> {
         }
         context.progress(rounds + 1, rounds + 1, "rounds", String::new)?;
         Ok(Profiled {
-            key: cost_key(&**operations, task.architecture.hidden),
+            key: self.key(task.architecture.hidden),
             rows: stacks.rows(),
             parent: series.measurement(self.memory_bytes(parent)),
             memory: None,

@@ -68,6 +68,7 @@ pub fn long_profile() -> TaskSpec {
         },
         rounds: 64,
         engine: Engine::Builtin,
+        kept: Vec::new(),
     })
 }
 

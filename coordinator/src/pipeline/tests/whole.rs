@@ -127,6 +127,7 @@ fn the_parents_own_prediction_is_the_sum_of_its_blocks() {
         rounds: 7,
         workload: WORKLOAD,
         engine: espalier_proto::task::Engine::Builtin,
+        kept: Vec::new(),
     };
     let table = CostTable {
         key: key(),

@@ -156,7 +156,8 @@ impl Owner {
         });
     }
 
-    fn snapshots(&self, job: JobId) -> Vec<StageSnapshot> {
+    /// What the stages of a job have found out.
+    pub(super) fn snapshots(&self, job: JobId) -> Vec<StageSnapshot> {
         let Some(job) = self.state.job(job) else {
             return Vec::new();
         };

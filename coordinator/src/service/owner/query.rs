@@ -6,8 +6,8 @@ use tonic::Status;
 use super::handle::when_durable;
 use super::request::{Listing, Query, Reply, Request, TaskListing};
 use super::{Answer, Owner};
-use crate::scheduler::{JobId, Stage, State, Task, TaskId};
-use crate::service::{history, view};
+use crate::scheduler::{JobId, Payload, Stage, State, Task, TaskId};
+use crate::service::{StageSnapshot, history, view};
 
 impl Owner {
     /// The answer to a question, to be given once the state it is from is durable; none when it is found beside
@@ -38,6 +38,7 @@ impl Owner {
                 return None;
             }
             Query::Job { job, reply } => when_durable(reply, move |owner| owner.view(job)),
+            Query::Findings { job, reply } => when_durable(reply, move |owner| owner.findings(job)),
             Query::Jobs { listing, reply } => when_durable(reply, move |owner| Ok(owner.list(&listing))),
             Query::Events { job, after, reply } => when_durable(reply, move |owner| owner.events(job, after)),
             Query::Tasks { listing, reply } => when_durable(reply, move |owner| owner.tasks(&listing)),
@@ -68,6 +69,16 @@ impl Owner {
                 Request::Answered
             }));
         })
+    }
+
+    fn findings(&self, job: JobId) -> Result<(Payload, Vec<StageSnapshot>), Status> {
+        let known = self.state.job(job);
+        let known = known.ok_or_else(|| {
+            Status::failed_precondition(format!(
+                "{job} ended without an outcome: there is nothing to answer from"
+            ))
+        })?;
+        Ok((known.spec.clone(), self.snapshots(job)))
     }
 
     fn list(&self, listing: &Listing) -> Vec<v1::Job> {

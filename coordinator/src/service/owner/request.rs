@@ -8,8 +8,8 @@ use tonic::Status;
 
 use crate::journal;
 use crate::scheduler::{Epoch, Introduction, JobId, Lease, Payload, TaskId, Term, WorkerId};
-use crate::service::Planned;
 use crate::service::watch::Following;
+use crate::service::{Planned, StageSnapshot};
 
 /// Answers one request.
 pub type Reply<T> = oneshot::Sender<Result<T, Status>>;
@@ -93,6 +93,11 @@ pub enum WorkerOrder {
 pub enum Query {
     /// A job.
     Job { job: JobId, reply: Reply<v1::Job> },
+    /// The spec of a job that is not archived, and what its stages have found out.
+    Findings {
+        job: JobId,
+        reply: Reply<(Payload, Vec<StageSnapshot>)>,
+    },
     /// Jobs, the newest first.
     Jobs {
         listing: Listing,

@@ -172,6 +172,7 @@ fn task() -> Profile {
         engine: espalier_proto::task::Engine::Vllm {
             precision: Precision::Bf16,
         },
+        kept: Vec::new(),
     }
 }
 

@@ -1,0 +1,85 @@
+//! Cost tables, one a row, and the rows of one.
+
+use espalier_arch::BlockShape;
+use espalier_coordinator::cost_tables::KeptTable;
+use espalier_search::{CostRow, Subject};
+use serde_json::json;
+
+use super::Listing;
+
+/// Tables, one a row.
+pub(crate) fn tables(tables: &[KeptTable]) -> Listing {
+    let row = |table: &KeptTable| {
+        let key = &table.key;
+        vec![
+            table.id(),
+            key.device.clone(),
+            format!("{} {}", key.engine, key.engine_version),
+            key.precision.clone(),
+            key.hidden.to_string(),
+            table.rows.len().to_string(),
+            key.mode.to_string(),
+            key.parallelism.to_string(),
+            table.parents.len().to_string(),
+        ]
+    };
+    let value = |table: &KeptTable| {
+        json!({
+            "id": table.id(), "key": table.key, "rows": table.rows.len(), "parents": table.parents.len(),
+            "memory": table.memory,
+        })
+    };
+    Listing {
+        heads: vec![
+            "KEY",
+            "DEVICE",
+            "ENGINE",
+            "PRECISION",
+            "HIDDEN",
+            "ROWS",
+            "MODE",
+            "RANKS",
+            "PARENTS",
+        ],
+        narrow: 7,
+        rows: tables.iter().map(row).collect(),
+        values: tables.iter().map(value).collect(),
+        below: None,
+    }
+}
+
+/// The rows of one table.
+pub(crate) fn table_rows(table: &KeptTable) -> Listing {
+    let row = |row: &CostRow| {
+        vec![
+            subject(&row.subject),
+            row.point.to_string(),
+            format!("{:.4} ms", row.median_ms),
+            format!("{:.4} ms", row.spread_ms),
+            row.repeats.to_string(),
+        ]
+    };
+    Listing {
+        heads: vec!["SUBJECT", "POINT", "MEDIAN", "SPREAD", "REPEATS"],
+        narrow: 5,
+        rows: table.rows.iter().map(row).collect(),
+        values: vec![serde_json::to_value(table).unwrap_or_default()],
+        below: None,
+    }
+}
+
+fn subject(subject: &Subject) -> String {
+    match subject {
+        Subject::Base { vocab_size } => format!("base of {vocab_size} entries"),
+        Subject::HostFloor => "the host's floor".to_owned(),
+        Subject::Block(BlockShape::Attention(attention)) => format!(
+            "attention {}/{} × {}",
+            attention.query_heads(),
+            attention.kv_groups,
+            attention.head_dim
+        ),
+        Subject::Block(BlockShape::Mlp(mlp)) => format!("mlp {}", mlp.channels),
+        Subject::Block(BlockShape::Mamba2(mamba)) => format!("mamba {} × {}", mamba.heads, mamba.head_dim),
+        Subject::Block(BlockShape::Moe(moe)) => format!("moe {} × {}", moe.experts, moe.expert_channels),
+    }
+}

@@ -1,0 +1,71 @@
+//! What a job has found out that later questions are answered from: its scores, and what its blocks cost.
+
+use espalier_arch::Architecture;
+use espalier_search::Score;
+use espalier_search::plan::Known;
+use serde::{Deserialize, Serialize};
+
+use super::context::{Context, block_parameters};
+use super::{Outcome, Results};
+use crate::spec::{COST_TABLE_SCHEMA, CostTableFile, JobSpec};
+
+/// What a job has found out so far.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Findings {
+    /// What was asked.
+    pub spec: JobSpec,
+    /// The parent's shape.
+    pub architecture: Architecture,
+    /// Score of every variant that was scored.
+    pub scores: Vec<Score>,
+    /// What blocks cost on its target; none while that is not measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cost_table: Option<CostTableFile>,
+}
+
+impl Findings {
+    /// Of a job that has not ended.
+    ///
+    /// # Errors
+    /// When its blocks are not scored yet, one line.
+    pub fn of_results(spec: &JobSpec, results: &Results) -> Result<Self, String> {
+        let context = Context { spec, results };
+        let told = |error: super::PlanError| error.to_string();
+        let ingested = context.ingested().map_err(told)?;
+        let scores = context.scores().map_err(told)?;
+        let (Some(ingested), Some(scores)) = (ingested, scores) else {
+            return Err("it has no scores yet: ask again once its stage score is done".to_owned());
+        };
+        let profiled = context.profiled().map_err(told)?;
+        let cost_table = profiled.map(|profiled| CostTableFile {
+            schema: COST_TABLE_SCHEMA,
+            file: String::new(),
+            workload: context.workload(),
+            block_parameters: block_parameters(&ingested.architecture),
+            profile: profiled.clone(),
+        });
+        Ok(Self {
+            spec: spec.clone(),
+            architecture: ingested.architecture.clone(),
+            scores,
+            cost_table,
+        })
+    }
+
+    /// What the search knows of it.
+    pub fn known(&self) -> Known {
+        Known::new(self.architecture.clone(), self.scores.clone())
+    }
+}
+
+impl From<Outcome> for Findings {
+    fn from(outcome: Outcome) -> Self {
+        Self {
+            spec: outcome.spec,
+            architecture: outcome.parent.architecture,
+            scores: outcome.scores,
+            cost_table: outcome.cost_table,
+        }
+    }
+}
