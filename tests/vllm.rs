@@ -6,6 +6,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use tempfile::TempDir;
@@ -123,6 +124,59 @@ fn a_job_goes_on_after_its_vllm_died_in_the_middle_of_a_profile() {
     let ended = world.run(Some(&world.python), "{latency: 75%}", &variables);
     assert!(once.exists(), "it did die");
     assert!(ended.status.success(), "{}", stderr(&ended));
+}
+
+/// Processes whose command line has the word and whose environment names the world's directory.
+fn processes_of(world: &World, word: &str) -> Vec<libc::pid_t> {
+    let has = |process: &fs::DirEntry, file: &str, wanted: &str| {
+        let text = fs::read(process.path().join(file)).unwrap_or_default();
+        text.windows(wanted.len())
+            .any(|window| window == wanted.as_bytes())
+    };
+    let directory = world.directory.path().to_str().unwrap();
+    fs::read_dir("/proc")
+        .unwrap()
+        .flatten()
+        .filter(|process| has(process, "cmdline", word) && has(process, "environ", directory))
+        .filter_map(|process| process.file_name().to_str()?.parse().ok())
+        .collect()
+}
+
+#[test]
+fn a_child_that_is_killed_takes_its_hung_vllm_with_it_and_the_job_goes_on() {
+    let world = World::new(32);
+    let once = world.directory.path().join("once");
+    let mut running = Command::new(env!("CARGO_BIN_EXE_espalier"))
+        .arg("run")
+        .arg(world.spec("{latency: 75%}"))
+        .arg("--output-dir")
+        .arg(world.output())
+        .arg("--vllm-python")
+        .arg(&world.python)
+        .env("FAKE_VLLM", "steps:7=hang")
+        .env("FAKE_VLLM_ONCE", &once)
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    while !once.exists() {
+        assert!(
+            running.try_wait().unwrap().is_none(),
+            "it ended before its vLLM hung"
+        );
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let hung = processes_of(&world, "fake_helper");
+    assert_eq!(hung.len(), 1);
+    for child in processes_of(&world, "device-child") {
+        // SAFETY: kill touches no memory; the child is that of a run of this test's own.
+        unsafe { libc::kill(child, libc::SIGKILL) };
+    }
+    let began = Instant::now();
+    while processes_of(&world, "fake_helper").contains(&hung[0]) {
+        assert!(began.elapsed() < Duration::from_secs(30), "it was left behind");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(running.wait().unwrap().success());
 }
 
 #[test]

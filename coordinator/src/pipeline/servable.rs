@@ -1,6 +1,7 @@
 //! What an engine cannot serve, refused once the parent's shape is known and before anything is measured.
 
 use espalier_arch::{Activation, Architecture, BlockShape, Mlp};
+use espalier_search::Workload;
 
 use super::PlanError;
 use super::context::Context;
@@ -10,6 +11,8 @@ use crate::spec::{Device, Engine};
 const CPU_HEAD_SIZES: [usize; 11] = [32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512];
 /// On a GPU, FlashAttention's: multiples of 8 up to this.
 const LARGEST_GPU_HEAD: usize = 256;
+/// Tokens of all prompts that run together: the worker has them computed in one step.
+const MOST_PROMPT_TOKENS: usize = 1 << 15;
 
 /// Refuses a parent that the target's engine cannot serve. Blocks keep their kind, head size and window, so what holds
 /// for the parent holds for every candidate.
@@ -24,17 +27,7 @@ pub(super) fn refuse_unservable(context: &Context<'_>, parent: &Architecture) ->
             "target.engine: vllm cannot serve {what}"
         )))
     };
-    let longest = target
-        .workload
-        .prompt_tokens
-        .saturating_add(target.workload.output_tokens);
-    if longest > parent.max_positions {
-        return Err(PlanError::Invalid(format!(
-            "target.workload: prompt_tokens + output_tokens is {longest}, expected at most {}, the positions the \
-             parent was made for",
-            parent.max_positions
-        )));
-    }
+    refuse_load(&target.workload, parent)?;
     let mut windows = None;
     for (index, block) in parent.blocks.iter().enumerate() {
         match &block.shape {
@@ -90,4 +83,24 @@ fn head_sizes(device: Device) -> String {
 
 fn words(window: Option<usize>) -> String {
     window.map_or_else(|| "unlimited".to_owned(), |tokens| format!("{tokens} tokens"))
+}
+
+/// Refuses a workload that the parent has no positions for, or whose prompts are too many for one step.
+fn refuse_load(workload: &Workload, parent: &Architecture) -> Result<(), PlanError> {
+    let longest = workload.prompt_tokens.saturating_add(workload.output_tokens);
+    if longest > parent.max_positions {
+        return Err(PlanError::Invalid(format!(
+            "target.workload: prompt_tokens + output_tokens is {longest}, expected at most {}, the positions the \
+             parent was made for",
+            parent.max_positions
+        )));
+    }
+    let together = workload.prompt_tokens.saturating_mul(workload.concurrency);
+    if together > MOST_PROMPT_TOKENS {
+        return Err(PlanError::Invalid(format!(
+            "target.workload: prompt_tokens × concurrency is {together}, expected at most {MOST_PROMPT_TOKENS} in \
+             vllm, which is timed computing them in one step"
+        )));
+    }
+    Ok(())
 }

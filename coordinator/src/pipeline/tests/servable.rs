@@ -73,4 +73,7 @@ fn windows_of_several_widths_and_blocks_that_the_plugin_has_not_are_refused_by_t
     let mut parent = with_heads(64);
     parent.max_positions = 24;
     assert!(refused(&spec, &parent).contains("is 25, expected at most 24"));
+    let mut crowded = for_vllm();
+    crowded.target.workload.concurrency = 4096;
+    assert!(refused(&crowded, &with_heads(64)).contains("is 65536, expected at most 32768"));
 }
