@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Writes a small Llama with random weights whose heads are as large as vLLM takes them, and the tokenizer of examples/tiny.
+"""Writes a small Llama with random weights and heads that vLLM takes, and the tokenizer of examples/tiny.
 
-    python3 random-parent.py DIRECTORY [--hidden 192] [--layers 4] [--channels 512] [--heads 6] [--kv-heads 3] [--head 32]
+    python3 random-parent.py DIRECTORY [--hidden 192] [--layers 4] [--channels 512]
+                                       [--heads 6] [--kv-heads 3] [--head 32]
 
 Needs nothing beside Python. The same numbers give the same weights.
 """

@@ -137,7 +137,7 @@ def candidates(shapes, layers, count):
 
 
 def flat(config, blocks):
-    kept = ["vocab_size", "hidden_size", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id"]
+    kept = "vocab_size hidden_size hidden_act rms_norm_eps tie_word_embeddings bos_token_id eos_token_id".split()
     return {
         **{key: config[key] for key in kept if key in config},
         "model_type": "espalier",
@@ -224,11 +224,12 @@ def check_keys_and_values(figures, helper, directory):
             told = opened(helper, name, workload, blocks, block_bytes(config), directory=str(directory.resolve()))
             served = helper.ask("serve", timeout=900, engine=name, workload=workload, requests=4)
             suffices = served["preemptions"] == 0 and served["peak_running"] == 4
-            found = f"{told['kv_blocks']} blocks made, {served['preemptions']} preemptions, {served['peak_running']} at once"
+            found = f"{told['kv_blocks']} made, {served['preemptions']} preemptions, {served['peak_running']} at once"
             helper.ask("close", engine=name)
         except Refused as refused:
             suffices, found = False, str(refused)
-        figures.add(f"with {blocks} blocks of keys and values 4 requests: {expected} ({found})", suffices == (less == 0))
+        text = f"in {blocks} blocks of keys and values a workload of 4 requests {expected} ({found})"
+        figures.add(text, suffices == (less == 0))
 
 
 def main():
@@ -239,27 +240,30 @@ def main():
     parser.add_argument("--candidates", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--grid", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--recovery", type=int, default=32768)
     given = parser.parse_args()
     figures = Figures()
     shared = {"parent": given.parent.resolve(), "grid": given.grid}
-    status, report = run(given.program, given.output, "latency", limits="{latency: 75%}", recovery=given.recovery, **shared)
+    limits, tokens = "{latency: 75%}", given.recovery
+    status, report = run(given.program, given.output, "latency", limits=limits, recovery=tokens, **shared)
     check_limit(figures, "latency", status, report)
     latency = given.output / "latency"
     status, report = run(given.program, given.output, "memory", limits="{memory: 80%}", recovery=0, **shared)
     check_limit(figures, "memory", status, report)
 
     log = open(given.output / "helper.log", "wb")
-    with Client([sys.executable, "-m", "espalier_vllm.helper"], {"OMP_NUM_THREADS": str(os.cpu_count())}, log) as helper:
+    command, threads = [sys.executable, "-m", "espalier_vllm.helper"], str(os.cpu_count())
+    with Client(command, {"OMP_NUM_THREADS": threads}, log) as helper:
         helper.ask("hello", protocol=1)
         config = json.loads((latency / "checkpoint" / "config.json").read_text())
         table = json.loads((latency / "cost-table.json").read_text())
-        check_unseen(figures, helper, table, config, given.layers, given)
+        blocks = json.loads((latency / "report.json").read_text())["parent"]["architecture"]["blocks"]
+        check_unseen(figures, helper, table, config, len(blocks) // 2, given)
         check_keys_and_values(figures, helper, given.output / "memory" / "checkpoint")
         helper.end(timeout=60)
     served = subprocess.run([sys.executable, ROOT / "serving" / "tests" / "check_served.py", latency / "checkpoint"])
-    figures.add("the export's 20 greedy texts are transformers' and perplexities agree to three digits", served.returncode == 0)
+    text = "the export's 20 greedy texts are transformers', and perplexities agree to three digits"
+    figures.add(text, served.returncode == 0)
     return figures.end()
 
 

@@ -345,7 +345,7 @@ fn classify(status: ExitStatus, tail: &[String], killed_for_memory: bool) -> Fai
 
 /// How many processes of our control group the kernel has killed for memory, or of the whole system where
 /// there is no such count.
-fn out_of_memory_kills() -> u64 {
+pub(crate) fn out_of_memory_kills() -> u64 {
     let count = |text: &str| {
         text.lines()
             .find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())

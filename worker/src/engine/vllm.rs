@@ -21,7 +21,7 @@ use std::time::Duration;
 use espalier_arch::{Architecture, Precision};
 use espalier_model::Device;
 use espalier_model::checkpoint::Parent;
-use espalier_proto::task::{Profile, Profiled};
+use espalier_proto::task::{ParentRef, Profile, Profiled};
 use espalier_search::{CostKey, EngineMemory, Mode, Workload};
 
 pub use environment::Environment;
@@ -399,7 +399,7 @@ fn resolved(
             let config = models::config(architecture, precision, max_context)?;
             return Ok(((*architecture).clone(), Model::Config(config)));
         }
-        Subject::Parent(reference) => Parent::open(&reference.source)?,
+        Subject::Parent(reference) => unchanged(reference)?,
         Subject::Directory(directory) => Parent::open(&directory.to_string_lossy())?,
     };
     let model = if opened.path.is_dir() {
@@ -412,4 +412,18 @@ fn resolved(
         Model::Config(models::config(&opened.architecture, precision, max_context)?)
     };
     Ok((opened.architecture, model))
+}
+
+/// The parent, if it is still the one that the job began with.
+fn unchanged(reference: &ParentRef) -> Result<Parent> {
+    let parent = Parent::open(&reference.source)?;
+    if parent.fingerprint()? == reference.fingerprint {
+        return Ok(parent);
+    }
+    Err(crate::Error::Invalid {
+        reason: format!(
+            "the parent {} has changed since the job began; submit the job again",
+            reference.source
+        ),
+    })
 }

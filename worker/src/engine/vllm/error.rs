@@ -74,6 +74,12 @@ pub enum Error {
         /// What it said.
         reason: String,
     },
+    /// An engine that was never opened, or that vLLM gave up after an error.
+    #[error("vLLM has no such engine open: {reason}")]
+    NotOpen {
+        /// What it said.
+        reason: String,
+    },
     /// The helper does not keep to the protocol.
     #[error("vLLM's process does not keep to the protocol: {reason}")]
     Protocol {
@@ -119,6 +125,7 @@ impl Error {
             | Self::NoPlugin { .. }
             | Self::Untested { .. }
             | Self::Engine { .. }
+            | Self::NotOpen { .. }
             | Self::Protocol { .. } => FailureKind::Error,
         }
     }

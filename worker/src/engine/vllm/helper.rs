@@ -261,6 +261,10 @@ impl Helper {
                 }
                 Heard::Closed => {
                     let how = self.process.end();
+                    if self.process.was_killed_for_memory() {
+                        let reason = format!("the system killed its process, {how}, for want of memory");
+                        return Err(Error::OutOfMemory { reason }.into());
+                    }
                     let (verb, last) = (request.verb(), self.process.last_line());
                     return Err(Error::Ended { how, verb, last }.into());
                 }
@@ -321,7 +325,8 @@ impl Helper {
                 python: self.python.clone(),
                 reason,
             },
-            "protocol" | "unknown_engine" => Error::Protocol { reason },
+            "unknown_engine" => Error::NotOpen { reason },
+            "protocol" => Error::Protocol { reason },
             _ => Error::Engine { reason },
         }
     }

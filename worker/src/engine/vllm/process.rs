@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use super::Error;
 use super::environment::expect_program;
 use super::protocol::{Answer, LINE_BYTES};
+use crate::agent::process::out_of_memory_kills;
 
 /// What it writes of its own goes to the task's log; answers come on descriptor 3, a pipe that the shell moves there.
 const START: &str = r#"exec "$0" "$@" 3>&1 1>&2"#;
@@ -50,6 +51,9 @@ pub(super) struct Process {
     answers: Receiver<Heard>,
     last: Arc<Mutex<VecDeque<String>>>,
     threads: Vec<JoinHandle<()>>,
+    /// Of the system, for want of memory, before it was started.
+    kills_before: u64,
+    killed_for_memory: bool,
 }
 
 impl Process {
@@ -100,6 +104,8 @@ impl Process {
             answers,
             last,
             threads: Vec::new(),
+            kills_before: out_of_memory_kills(),
+            killed_for_memory: false,
         };
         process.spawn("vllm-requests", move || write_requests(input, &to_write))?;
         process.spawn("vllm-answers", move || read_answers(output, &heard))?;
@@ -151,17 +157,24 @@ impl Process {
     pub fn end(&mut self) -> String {
         let status = self.wait();
         self.kill();
+        let of_kill = status.is_some_and(|status| status.signal() == Some(libc::SIGKILL));
+        self.killed_for_memory = of_kill && out_of_memory_kills() > self.kills_before;
         match status {
             Some(status) => described(status),
             None => "its answers, not itself,".to_owned(),
         }
     }
 
+    /// Whether the system ended it for want of memory, as far as that can be told.
+    pub fn was_killed_for_memory(&self) -> bool {
+        self.killed_for_memory
+    }
+
     /// Kills its group and waits for it.
     pub fn kill(&mut self) {
         if let Some(group) = self.group.take() {
-            // SAFETY: a plain system call; the group is the one that was made for the child, which nobody has waited for
-            // without taking the number away.
+            // SAFETY: a plain system call; the group is the one that was made for the child, whose number no other has
+            // while anything is in it.
             unsafe { libc::kill(-group, libc::SIGKILL) };
         }
         self.wait();

@@ -3,6 +3,8 @@
 //! As many engines are open at once as fit the memory; where they do not, they are timed group by group, each round
 //! over all engines of a group in turn.
 
+use std::ops::Range;
+
 use espalier_proto::task::{Profile, Profiled};
 use espalier_search::{CostRow, Point, Subject};
 
@@ -13,7 +15,7 @@ use super::{Error, InVllm};
 use crate::Result;
 use crate::engine::stacks::last_level_cache_bytes;
 use crate::engine::statistics::{median, spread};
-use crate::engine::{Engine, Series, Subject as Measured};
+use crate::engine::{Engine, Opened, Series, Subject as Measured};
 
 /// Rounds at the least, and how many times as many at the most while times scatter.
 const LEAST_ROUNDS: usize = 3;
@@ -59,8 +61,10 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
     while first < dictionary.stacks.len() {
         let fitting = fitting(engine, dictionary.stacks.get(first..).unwrap_or_default(), load);
         let group = first..first + fitting.min(together).max(1).min(dictionary.stacks.len() - first);
-        match open_group(engine, &dictionary, group.clone(), load) {
-            Ok(()) => {}
+        let timed = open_group(engine, &dictionary, group.clone(), load)
+            .and_then(|()| time_group(engine, task, parent, group.clone(), &mut series, &mut times));
+        match timed {
+            Ok(()) => first = group.end,
             Err(crate::Error::Vllm(Error::OutOfMemory { reason })) if group.len() > 1 => {
                 tracing::warn!(
                     engines = group.len(),
@@ -68,28 +72,11 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
                     "there is no room for so many engines at once"
                 );
                 together = group.len() / 2;
-                continue;
+                forget(&mut times, group.clone());
             }
             Err(error) => return Err(error),
         }
-        let mut round = 0;
-        while round < rounds || (round < rounds * LONGER && !is_known(&times, group.clone())) {
-            series.push(engine.run(parent)?);
-            time_round(engine, task, group.clone(), round, &mut times)?;
-            round += 1;
-            let last = group.end;
-            engine
-                .surroundings
-                .progress(round, round.max(rounds), "rounds", &|| {
-                    format!(
-                        "models {} to {last} of {}",
-                        group.start + 1,
-                        dictionary.stacks.len()
-                    )
-                })?;
-        }
-        close_group(engine, group.clone())?;
-        first = group.end;
+        close_group(engine, group)?;
     }
     let rows: Vec<Vec<CostRow>> = task
         .points
@@ -103,6 +90,36 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
         parent: series.measurement(engine.memory_bytes(parent)),
         memory: engine.memory_of(parent),
     })
+}
+
+/// Rounds over all engines of a group, until their times are known or as often as is worth it.
+fn time_group(
+    engine: &mut InVllm<'_>,
+    task: &Profile,
+    parent: Opened,
+    group: Range<usize>,
+    series: &mut Series,
+    times: &mut Times,
+) -> Result<()> {
+    let rounds = task.rounds.max(LEAST_ROUNDS);
+    let mut round = 0;
+    while round < rounds || (round < rounds * LONGER && !is_known(times, group.clone())) {
+        series.push(engine.run(parent)?);
+        time_round(engine, task, group.clone(), round, times)?;
+        round += 1;
+        engine
+            .surroundings
+            .progress(round, round.max(rounds), "rounds", &|| {
+                format!("models {} to {}", group.start + 1, group.end)
+            })?;
+    }
+    Ok(())
+}
+
+/// Forgets what was timed of a group that was too large.
+fn forget(times: &mut Times, group: Range<usize>) {
+    let stacks = times.iter_mut().flat_map(|stacks| stacks.get_mut(group.clone()));
+    stacks.flatten().for_each(|timed| *timed = Timed::default());
 }
 
 /// What times at a point say. Where a device tells its own, rows are of that, and the host's floor, which even the
@@ -153,7 +170,12 @@ fn load_of(task: &Profile) -> Load {
 /// How many of the first of these models fit half of the memory together.
 fn fitting(engine: &InVllm<'_>, stacks: &[Stack], load: Load) -> usize {
     let block_tokens = engine.helper.hello.block_tokens.multiple;
-    let room = engine.helper.hello.memory_bytes / 2;
+    let hello = &engine.helper.hello;
+    let free = match hello.platform.as_str() {
+        "cpu" => available_bytes().unwrap_or(hello.memory_bytes),
+        _ => hello.memory_bytes,
+    };
+    let room = free.min(hello.memory_bytes) / 2;
     let mut taken = 0_u64;
     let fits = stacks.iter().take_while(|stack| {
         let architecture = &stack.architecture;
@@ -166,18 +188,25 @@ fn fitting(engine: &InVllm<'_>, stacks: &[Stack], load: Load) -> usize {
     fits.count()
 }
 
+/// What the system can give; none where it does not say.
+fn available_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some(kibibytes.saturating_mul(1024))
+}
+
 fn name(stack: usize) -> String {
     format!("stack-{stack}")
 }
 
-/// Opens all of them or, on an error, none.
 fn open_group(
     engine: &mut InVllm<'_>,
     dictionary: &Dictionary,
-    group: std::ops::Range<usize>,
+    group: Range<usize>,
     load: Load,
 ) -> Result<()> {
-    for index in group.clone() {
+    for index in group {
         let Some(stack) = dictionary.stacks.get(index) else {
             continue;
         };
@@ -186,18 +215,18 @@ fn open_group(
             .surroundings
             .progress(index, total, "models", &|| "opening".to_owned())?;
         let model = Model::Config(config(&stack.architecture, engine.precision, load.context)?);
-        let opened = engine.open_model(&name(index), model, &stack.architecture, load);
-        if let Err(error) = opened {
-            close_group(engine, group.start..index)?;
-            return Err(error);
-        }
+        engine.open_model(&name(index), model, &stack.architecture, load)?;
     }
     Ok(())
 }
 
-fn close_group(engine: &mut InVllm<'_>, group: std::ops::Range<usize>) -> Result<()> {
+/// Closes those of the group that are open.
+fn close_group(engine: &mut InVllm<'_>, group: Range<usize>) -> Result<()> {
     for index in group {
-        engine.helper.close(&name(index), engine.surroundings)?;
+        match engine.helper.close(&name(index), engine.surroundings) {
+            Ok(()) | Err(crate::Error::Vllm(Error::NotOpen { .. })) => {}
+            Err(error) => return Err(error),
+        }
     }
     Ok(())
 }
@@ -206,7 +235,7 @@ fn close_group(engine: &mut InVllm<'_>, group: std::ops::Range<usize>) -> Result
 fn time_round(
     engine: &mut InVllm<'_>,
     task: &Profile,
-    group: std::ops::Range<usize>,
+    group: Range<usize>,
     round: usize,
     times: &mut Times,
 ) -> Result<()> {
@@ -252,7 +281,7 @@ fn time_steps(engine: &mut InVllm<'_>, name: &str, point: Point) -> Result<Steps
 }
 
 /// Whether every time of the group's models is known well enough.
-fn is_known(times: &Times, group: std::ops::Range<usize>) -> bool {
+fn is_known(times: &Times, group: Range<usize>) -> bool {
     let of_group = times
         .iter()
         .flat_map(|stacks| stacks.get(group.clone()).unwrap_or_default());

@@ -251,6 +251,11 @@ fn fewer_engines_are_open_at_once_where_there_is_no_room_for_all() {
             "{row:?}"
         );
     }
+    let later = World::new(&[("FAKE_VLLM", "steps:9=out_of_memory")]);
+    assert!(
+        later.profile().is_ok(),
+        "also where it shows while they are timed"
+    );
     let crate::Error::Vllm(error) = World::new(&[("FAKE_VLLM_ENGINES", "1")]).profile().unwrap_err() else {
         panic!("another error");
     };
