@@ -182,6 +182,8 @@ struct Weights {
     each: u64,
     /// Bytes of the parent's; 0 before it is known.
     parent: u64,
+    /// Bytes of them that a child holds at the least when it streams the parent's blocks.
+    streamed: u64,
 }
 
 impl Weights {
@@ -189,11 +191,18 @@ impl Weights {
         let each = Precision::from(spec.target.precision()).bytes();
         let ingest = results.stages.get(&Stage::Ingest);
         let outputs = ingest.and_then(|stage| stage.finished.as_ref());
-        let parent = match outputs.and_then(|finished| finished.outputs.first()) {
-            Some(TaskOutput::Ingest(ingested)) => weight_bytes(&ingested.architecture, each),
-            _ => 0,
-        };
-        Self { each, parent }
+        match outputs.and_then(|finished| finished.outputs.first()) {
+            Some(TaskOutput::Ingest(ingested)) => Self {
+                each,
+                parent: weight_bytes(&ingested.architecture, each),
+                streamed: streamed_bytes(&ingested.architecture, each),
+            },
+            _ => Self {
+                each,
+                parent: 0,
+                streamed: 0,
+            },
+        }
     }
 }
 
@@ -201,20 +210,35 @@ fn weight_bytes(architecture: &Architecture, each: u64) -> u64 {
     architecture.parameters().total.saturating_mul(each)
 }
 
+/// What stands around the blocks, and the largest of them twice: one runs while the next is on its way. No more than the
+/// whole.
+fn streamed_bytes(architecture: &Architecture, each: u64) -> u64 {
+    let parameters = architecture.parameters();
+    let largest = parameters.blocks.iter().max().copied().unwrap_or(0);
+    let around = [parameters.embedding, parameters.final_norm, parameters.head];
+    let held = around
+        .into_iter()
+        .fold(largest.saturating_mul(2), u64::saturating_add);
+    held.min(parameters.total).saturating_mul(each)
+}
+
 /// What a device has to have for a task: the least that its child holds, whatever it computes.
 fn needs(spec: &TaskSpec, weights: Weights) -> Needs {
+    let mut ample_bytes = 0;
     let memory_bytes = match spec {
-        // The one opens no weights, the other measures blocks on their own.
-        TaskSpec::Ingest(_) | TaskSpec::Profile(_) => 0,
+        // They have no weights on a device, or measure blocks on their own.
+        TaskSpec::Ingest(_) | TaskSpec::Profile(_) | TaskSpec::Export(_) => 0,
         TaskSpec::Check(check) => weight_bytes(&check.parent, weights.each),
         TaskSpec::Calibrate(_)
         | TaskSpec::Sort(_)
         | TaskSpec::Score(_)
         | TaskSpec::DepthOrder(_)
         | TaskSpec::Rank(_)
-        | TaskSpec::Evaluate(_)
-        | TaskSpec::Export(_)
-        | TaskSpec::Verify(_) => weights.parent,
+        | TaskSpec::Evaluate(_) => {
+            ample_bytes = weights.parent;
+            weights.streamed
+        }
+        TaskSpec::Verify(_) => weights.parent,
         // A rank holds its stage alone; a gang of fewer ranks has as many stages.
         TaskSpec::Recover(recover) => weights
             .parent
@@ -226,6 +250,7 @@ fn needs(spec: &TaskSpec, weights: Weights) -> Needs {
     };
     Needs {
         memory_bytes,
+        ample_bytes,
         ranks,
         rank_multiple,
         engine: Some(spec.engine())
@@ -343,10 +368,21 @@ mod tests {
     }
 
     #[test]
-    fn a_task_whose_child_holds_the_parent_needs_a_device_that_can() {
+    fn a_task_needs_a_device_for_what_its_child_holds_of_the_parent() {
         let bytes = weight_bytes(&parent(), 2);
         assert_eq!(bytes, 18_656 * 2);
-        let weights = |parent| Weights { each: 2, parent };
+        // The MLP is the largest block: with its norm 3 * 128 * 32 + 32.
+        let streamed = streamed_bytes(&parent(), 2);
+        assert_eq!(streamed, bytes, "two of them are more than the whole");
+        let mut deep = parent();
+        deep.blocks.extend(parent().blocks);
+        assert_eq!(streamed_bytes(&deep, 2), 2 * (3200 + 32 + 2 * 12_320));
+        assert!(streamed_bytes(&deep, 2) < weight_bytes(&deep, 2));
+        let weights = |parent| Weights {
+            each: 2,
+            parent,
+            streamed: parent / 2,
+        };
         let calibrate = TaskSpec::Calibrate(Calibrate {
             parent: ParentRef {
                 source: "p".to_owned(),
@@ -359,7 +395,18 @@ mod tests {
                 sequence_tokens: 1,
             },
         });
-        assert_eq!(needs(&calibrate, weights(bytes)).memory_bytes, bytes);
+        let wanted = needs(&calibrate, weights(bytes));
+        assert_eq!((wanted.memory_bytes, wanted.ample_bytes), (bytes / 2, bytes));
+        assert_eq!(
+            wanted.free_bytes(2 * bytes),
+            bytes,
+            "it is waited for where it fits"
+        );
+        assert_eq!(
+            wanted.free_bytes(bytes),
+            bytes / 2,
+            "and not where it would fill the device"
+        );
         let check = TaskSpec::Check(Check {
             parent: parent(),
             architecture: parent(),

@@ -87,6 +87,12 @@ impl Owner {
             });
             return;
         }
+        let worker = self.state.worker(attempt.worker);
+        let device = worker.and_then(|worker| {
+            let mut devices = worker.devices.iter();
+            devices.find(|device| device.info.id == attempt.device)
+        });
+        let device_bytes = device.map_or(0, |device| device.info.memory_bytes);
         let job = self.state.job(task.job);
         let traceparent = job.map(|job| trace::traceparent(job, attempt.lease.attempt));
         let assign = v1::Assign {
@@ -96,7 +102,7 @@ impl Owner {
             device_id: attempt.device.to_string(),
             spec_json: Bytes::copy_from_slice(task.payload.as_str().as_bytes()),
             traceparent: traceparent.unwrap_or_default(),
-            memory_bytes: task.needs.memory_bytes,
+            memory_bytes: task.needs.free_bytes(device_bytes),
             gang: attempt.place.map(|place| v1::Gang {
                 generation: place.generation,
                 rank: place.rank,
