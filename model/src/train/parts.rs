@@ -9,9 +9,9 @@ use espalier_arch::{Architecture, TensorSpec};
 use super::saved::{STATES, damaged};
 use super::shards::Bucket;
 use crate::ops::Operations;
-use crate::weights::file::TensorFile;
+use crate::weights::file::{TensorFile, save_model};
 use crate::weights::{StageWeights, matrix_shape, stage_specs};
-use crate::{Error, Model, Result, Tensor};
+use crate::{Error, Result, Tensor};
 
 /// Files that ranks have written at one step, open to be read.
 #[derive(Debug)]
@@ -131,14 +131,22 @@ impl Parts {
         self.steps
     }
 
-    /// The student's weights in f32.
+    /// Writes what [`Model::save`](crate::Model::save) writes of the student's f32 weights, one tensor at a time in the
+    /// host's memory.
     ///
     /// # Errors
-    /// When the files do not hold all of them, or the backend runs out of memory.
-    pub fn model(&self, operations: &dyn Operations) -> Result<Model> {
+    /// When the files do not hold all of them, or `path` cannot be written.
+    pub fn save_model(&self, path: &Path) -> Result<()> {
         let [weights, ..] = STATES;
-        self.stage(weights, 0..self.architecture.blocks.len(), operations)?
-            .into_model()
+        save_model(path, &self.architecture, |spec| self.whole(weights, spec))
+    }
+
+    /// One state of a whole tensor.
+    fn whole(&self, state: &str, spec: &TensorSpec) -> Result<Vec<f32>> {
+        let (rows, columns) = matrix_shape(&spec.shape);
+        let mut values = vec![0.0; rows * columns];
+        self.read(state, spec, 0..rows * columns, &mut values)?;
+        Ok(values)
     }
 
     /// Elements `range` of one state of a tensor into `values`, from whichever files have them.
@@ -178,9 +186,7 @@ impl Parts {
     ) -> Result<StageWeights> {
         StageWeights::build(&self.architecture, range, |spec| {
             let (rows, columns) = matrix_shape(&spec.shape);
-            let mut values = vec![0.0; rows * columns];
-            self.read(state, spec, 0..rows * columns, &mut values)?;
-            operations.upload(&values, rows, columns)
+            operations.upload(&self.whole(state, spec)?, rows, columns)
         })?
         .stacked(operations)
     }

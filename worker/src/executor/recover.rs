@@ -20,7 +20,6 @@ use std::time::Instant;
 
 use espalier_arch::Architecture;
 use espalier_model::ops::Layout;
-use espalier_model::ops::cpu::CpuOperations;
 use espalier_model::train::{Hyperparameters, MicroBatch, Objective, Schedule, Step, Trainer};
 use espalier_model::{Model, Tensor};
 use espalier_proto::task::{ArtifactId, Recipe, Recover, Recovered};
@@ -239,7 +238,7 @@ impl Attempt<'_, '_> {
         self.context.put_written(|path| model.save(path, operations))
     }
 
-    /// No device may hold the whole student: the first rank puts it together on the host, from what all write.
+    /// No device may hold the whole student: the first rank puts its file together, a tensor at a time, of what all write.
     fn write_from_stages(&self, checkpoints: &Checkpoints<'_, '_>, trainer: &Trainer) -> Result<ArtifactId> {
         let own = checkpoints.write(trainer)?;
         let shares = self.team.gather(own.clone())?;
@@ -250,10 +249,9 @@ impl Attempt<'_, '_> {
                 losses: Vec::new(),
                 seconds: 0.0,
             };
-            let host = CpuOperations::new();
             let all = 0..self.student.blocks.len();
-            let model = checkpoints.open(&whole, &all)?.model(&host)?;
-            self.context.put_written(|path| model.save(path, &host))
+            let parts = checkpoints.open(&whole, &all)?;
+            self.context.put_written(|path| parts.save_model(path))
         })?;
         // All is done but this, and what stays is collected as garbage.
         if let Err(error) = self.context.store.remove(&own.0) {
