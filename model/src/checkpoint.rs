@@ -29,6 +29,7 @@ use crate::{Error, Model, Result, Tensor};
 pub use side_files::{SideFiles, SpecialTokens};
 pub use sorted::{SortedParent, StudentFiles};
 pub use stored::Precision;
+pub use walk::BlockFiles;
 
 /// The prefix of a source that names a repository of a hub.
 pub const HUB_PREFIX: &str = "hf://";

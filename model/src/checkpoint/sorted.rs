@@ -19,7 +19,7 @@ use crate::{Error, Model, Result, Tensor};
 /// A parent whose blocks are sorted when they are read, where there is an order.
 #[derive(Debug)]
 pub struct SortedParent {
-    pub(super) parent: Parent,
+    parent: Parent,
     permutation: Option<Permutation>,
     loaded: AtomicUsize,
 }
@@ -134,12 +134,12 @@ impl SortedParent {
     }
 
     /// One of the parent's tensors on a device.
-    pub(super) fn tensor(&self, spec: &TensorSpec, operations: &dyn Operations) -> Result<Tensor> {
-        self.placed(spec, &self.parent.values(spec)?, operations)
+    fn tensor(&self, spec: &TensorSpec, operations: &dyn Operations) -> Result<Tensor> {
+        self.sorted_on(spec, &self.parent.values(spec)?, operations)
     }
 
     /// A tensor's values, as they were read, sorted on a device.
-    pub(super) fn placed(
+    pub(super) fn sorted_on(
         &self,
         spec: &TensorSpec,
         values: &[f32],

@@ -1,20 +1,21 @@
-//! A sorted parent's blocks one after the other, each read while the one before runs, so that a device holds two of
-//! them beside what stands around them.
+//! A model's blocks one after the other, a sorted parent's or a trained student's, each read while the one before runs, so
+//! that a device holds two of them beside what stands around them.
 //!
 //! A thread reads and decodes, one block ahead and no further; whoever walks uploads and sorts, since a backend is spoken
 //! to by one thread.
 
+use std::fmt::Debug;
 use std::io;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::Duration;
 
 use espalier_arch::{Architecture, TensorSpec};
 
-use super::SortedParent;
 use super::sorted::bytes_of;
+use super::{SortedParent, place};
 use crate::ops::Operations;
-use crate::weights::{BlockWeights, StageWeights};
-use crate::{Error, Model};
+use crate::weights::{BlockWeights, SavedModel};
+use crate::{Error, Model, Tensor};
 
 /// A walk that waits for its reader looks this often whether it should go on.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
@@ -22,7 +23,69 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 /// A block's tensors as they were read, unsorted.
 type Read = Vec<(TensorSpec, Vec<f32>)>;
 
-impl SortedParent {
+/// A model in files, whose tensors are read one by one, from several threads.
+pub trait BlockFiles: Debug + Sync {
+    /// Its shape.
+    fn architecture(&self) -> &Architecture;
+
+    /// One of the architecture's tensors as it lies there, row by row.
+    ///
+    /// # Errors
+    /// When there is none, or its file cannot be read any more.
+    fn values(&self, spec: &TensorSpec) -> Result<Vec<f32>, Error>;
+
+    /// The same on a device, as blocks read it.
+    ///
+    /// # Errors
+    /// When the backend runs out of memory.
+    fn placed(&self, spec: &TensorSpec, values: &[f32], operations: &dyn Operations)
+    -> Result<Tensor, Error>;
+}
+
+impl BlockFiles for SortedParent {
+    fn architecture(&self) -> &Architecture {
+        &self.parent().architecture
+    }
+
+    fn values(&self, spec: &TensorSpec) -> Result<Vec<f32>, Error> {
+        self.parent().values(spec)
+    }
+
+    fn placed(
+        &self,
+        spec: &TensorSpec,
+        values: &[f32],
+        operations: &dyn Operations,
+    ) -> Result<Tensor, Error> {
+        self.sorted_on(spec, values, operations)
+    }
+}
+
+impl BlockFiles for SavedModel {
+    fn architecture(&self) -> &Architecture {
+        SavedModel::architecture(self)
+    }
+
+    fn values(&self, spec: &TensorSpec) -> Result<Vec<f32>, Error> {
+        SavedModel::values(self, spec)
+    }
+
+    fn placed(
+        &self,
+        spec: &TensorSpec,
+        values: &[f32],
+        operations: &dyn Operations,
+    ) -> Result<Tensor, Error> {
+        place(spec, values, operations)
+    }
+}
+
+impl dyn BlockFiles + '_ {
+    /// Bytes that all of it takes on the backend's device.
+    pub fn bytes(&self, operations: &dyn Operations) -> usize {
+        bytes_of(&self.architecture().tensors(), operations)
+    }
+
     /// What stands around the blocks: embedding, final norm and head as a model that has none.
     ///
     /// # Errors
@@ -30,29 +93,29 @@ impl SortedParent {
     pub fn ends(&self, operations: &dyn Operations) -> Result<Model, Error> {
         let around = Architecture {
             blocks: Vec::new(),
-            ..self.parent.architecture.clone()
+            ..self.architecture().clone()
         };
-        StageWeights::build(&around, 0..0, |spec| self.tensor(spec, operations))?.into_model()
+        Model::from_tensors(&around, |spec| self.placed(spec, &self.values(spec)?, operations))
     }
 
-    /// Bytes that [`SortedParent::ends`] takes on the backend's device.
+    /// Bytes that [`ends`](Self::ends) take on the backend's device.
     pub fn ends_bytes(&self, operations: &dyn Operations) -> usize {
-        let specs = self.parent.architecture.tensors();
+        let specs = self.architecture().tensors();
         bytes_of(specs.iter().filter(|spec| spec.block.is_none()), operations)
     }
 
-    /// Bytes that the weights of a walk take at the most on the backend's device, beside [`SortedParent::ends`]: the
-    /// largest block twice, once as it runs and once on its way.
+    /// Bytes that the weights of a walk take at the most on the backend's device, beside the ends: the largest block
+    /// twice, once as it runs and once on its way.
     pub fn walk_bytes(&self, operations: &dyn Operations) -> usize {
-        let specs = self.parent.architecture.tensors();
+        let specs = self.architecture().tensors();
         let inside = |block| specs.iter().filter(move |spec| spec.block == Some(block));
-        let blocks = 0..self.parent.architecture.blocks.len();
+        let blocks = 0..self.architecture().blocks.len();
         let largest = blocks.map(|block| bytes_of(inside(block), operations)).max();
         largest.unwrap_or(0).saturating_mul(2)
     }
 
-    /// Gives `visit` each of `blocks` in their order, sorted and on the device; it is dropped when `visit` returns. While
-    /// the next is not there yet, `waiting` is asked again and again whether to go on waiting.
+    /// Gives `visit` each of `blocks` in their order on the device; it is dropped when `visit` returns. While the next is
+    /// not there yet, `waiting` is asked again and again whether to go on waiting.
     ///
     /// # Errors
     /// When there is no such block, a file cannot be read any more or the backend runs out of memory, and those of `visit`
@@ -64,7 +127,7 @@ impl SortedParent {
         waiting: impl FnMut() -> Result<(), E>,
         mut visit: impl FnMut(usize, &BlockWeights) -> Result<(), E>,
     ) -> Result<(), E> {
-        let specs = self.parent.architecture.tensors();
+        let specs = self.architecture().tensors();
         let read = |block| self.read_block(&specs, block);
         read_ahead(blocks, read, waiting, |block, read| {
             let weights = self.placed_block(block, read, operations)?;
@@ -74,8 +137,7 @@ impl SortedParent {
 
     fn read_block(&self, specs: &[TensorSpec], block: usize) -> Result<Read, Error> {
         let own = specs.iter().filter(|spec| spec.block == Some(block));
-        own.map(|spec| Ok((spec.clone(), self.parent.values(spec)?)))
-            .collect()
+        own.map(|spec| Ok((spec.clone(), self.values(spec)?))).collect()
     }
 
     fn placed_block(
@@ -84,7 +146,7 @@ impl SortedParent {
         read: Read,
         operations: &dyn Operations,
     ) -> Result<BlockWeights, Error> {
-        let architecture = &self.parent.architecture;
+        let architecture = self.architecture();
         let shape = &architecture
             .blocks
             .get(block)
@@ -269,18 +331,19 @@ mod tests {
     #[test]
     fn a_walk_gives_the_blocks_of_the_sorted_model_and_reads_no_other() {
         let host = CpuOperations::new();
-        let source = sorted();
-        let model = backwards(&source.parent().architecture)
+        let sorted = sorted();
+        let source: &dyn BlockFiles = &sorted;
+        let model = backwards(source.architecture())
             .apply(&tiny().load(&host).unwrap(), &host)
             .unwrap();
         let ends = source.ends(&host).unwrap();
-        assert_eq!(source.loaded_bytes(), source.ends_bytes(&host));
+        assert_eq!(sorted.loaded_bytes(), source.ends_bytes(&host));
         assert_eq!(ends.bytes(), source.ends_bytes(&host));
         assert_eq!(
             host.download(ends.head()).unwrap(),
             host.download(model.head()).unwrap()
         );
-        let before = source.loaded_bytes();
+        let before = sorted.loaded_bytes();
         let (mut seen, mut bytes) = (Vec::new(), 0);
         let wanted = [0, 3, 4, model.blocks.len() - 1];
         source
@@ -296,7 +359,7 @@ mod tests {
             })
             .unwrap();
         assert_eq!(seen, wanted);
-        assert_eq!(source.loaded_bytes() - before, bytes);
+        assert_eq!(sorted.loaded_bytes() - before, bytes);
         let largest = model
             .blocks
             .iter()
@@ -317,8 +380,8 @@ mod tests {
         }
         let weights = directory.path().join("model.safetensors");
         let parent = Parent::open(directory.path().to_str().unwrap()).unwrap();
-        let source = SortedParent::new(parent, None).unwrap();
-        let blocks: Vec<usize> = (0..source.parent().architecture.blocks.len()).collect();
+        let source: &dyn BlockFiles = &SortedParent::new(parent, None).unwrap();
+        let blocks: Vec<usize> = (0..source.architecture().blocks.len()).collect();
         let mut visited = 0;
         let cut = source.walk(&blocks, &host, never, |_, _| {
             visited += 1;

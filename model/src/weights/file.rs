@@ -193,14 +193,8 @@ impl TensorFile {
         })
     }
 
-    /// The tensor `name`, which must have this shape.
-    pub(crate) fn read(
-        &self,
-        name: &str,
-        rows: usize,
-        columns: usize,
-        operations: &dyn Operations,
-    ) -> Result<Tensor> {
+    /// The elements of tensor `name`, which must have this shape, row by row.
+    fn values(&self, name: &str, rows: usize, columns: usize) -> Result<Vec<f32>> {
         let missing = || damaged(&self.path, format!("tensor {name} is missing"));
         let (offset, shape) = self.entries.get(name).ok_or_else(missing)?;
         if *shape != [rows, columns] {
@@ -212,7 +206,7 @@ impl TensorFile {
         }
         let mut values = vec![0.0; rows * columns];
         self.fill(*offset, &mut values)?;
-        operations.upload(&values, rows, columns)
+        Ok(values)
     }
 
     /// Every entry's name and how many elements it has.
@@ -359,13 +353,22 @@ impl SavedModel {
         &self.architecture
     }
 
-    /// One of the architecture's tensors, as blocks read it.
+    /// One of the architecture's tensors, row by row.
     ///
     /// # Errors
     /// When the file cannot be read any more, or holds it in another shape.
+    pub fn values(&self, spec: &TensorSpec) -> Result<Vec<f32>> {
+        let (rows, columns) = super::tensors::matrix_shape(&spec.shape);
+        self.file.values(&spec.name, rows, columns)
+    }
+
+    /// The same, as blocks read it.
+    ///
+    /// # Errors
+    /// As [`SavedModel::values`], and when the backend runs out of memory.
     pub fn tensor(&self, spec: &TensorSpec, operations: &dyn Operations) -> Result<Tensor> {
         let (rows, columns) = super::tensors::matrix_shape(&spec.shape);
-        let tensor = self.file.read(&spec.name, rows, columns, operations)?;
+        let tensor = operations.upload(&self.values(spec)?, rows, columns)?;
         for_blocks(operations, spec.role, tensor)
     }
 

@@ -175,18 +175,17 @@ impl Caches {
         Ok(stage)
     }
 
-    /// A shard's tokens and the parent's last states for them, computed on first use.
+    /// A shard's tokens and the last states for them of a parent that is held, computed on first use.
     ///
     /// # Errors
     /// When the shard or the parent cannot be read, the attempt should stop or the device fails.
     pub(super) fn batches(
         &mut self,
         context: &Context<'_>,
-        reference: &ParentRef,
+        (reference, held): (&ParentRef, &Held),
         shard: &Shard,
     ) -> Result<Arc<Vec<Batch>>> {
-        let held = self.held(context, reference)?;
-        let batches = self.computed(context, &held, (reference, shard), None)?;
+        let batches = self.computed(context, (reference, held), shard, None)?;
         Ok(Arc::clone(&batches.list))
     }
 
@@ -197,12 +196,11 @@ impl Caches {
     pub(super) fn inputs(
         &mut self,
         context: &Context<'_>,
-        reference: &ParentRef,
+        (reference, held): (&ParentRef, &Held),
         shard: &Shard,
         block: usize,
     ) -> Result<(Arc<Vec<Batch>>, Vec<Tensor>)> {
-        let held = self.held(context, reference)?;
-        let batches = self.computed(context, &held, (reference, shard), Some(block))?;
+        let batches = self.computed(context, (reference, held), shard, Some(block))?;
         let inputs = batches.inputs_of(context, held.blocks(), block)?;
         Ok((Arc::clone(&batches.list), inputs))
     }
@@ -210,14 +208,15 @@ impl Caches {
     fn computed(
         &mut self,
         context: &Context<'_>,
-        held: &Held,
-        (reference, shard): (&ParentRef, &Shard),
+        (reference, held): (&ParentRef, &Held),
+        shard: &Shard,
         block: Option<usize>,
     ) -> Result<&mut Batches> {
         let of = (reference.clone(), shard.artifact.clone());
-        let batches = match self.batches.take() {
-            Some(kept) if kept.of == of => kept,
-            _ => {
+        // Others go before these come.
+        let batches = match self.batches.take().filter(|kept| kept.of == of) {
+            Some(kept) => kept,
+            None => {
                 let sequences = shard::read(context.store, shard, held.architecture().vocab_size)?;
                 Batches::compute(context, held.blocks(), of, &sequences, block)?
             }

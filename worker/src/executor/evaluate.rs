@@ -1,17 +1,16 @@
 //! Evaluate: KL to the parent and perplexity on held-out sequences, and accuracy on benchmark files.
 
-use std::sync::Arc;
-
 use espalier_model::Tensor;
 use espalier_model::ops::{Head, Layout};
-use espalier_model::runner::{Runner, next_token_targets};
+use espalier_model::runner::next_token_targets;
 use espalier_proto::task::{Evaluate, Quality};
 
 use super::caches::Batch;
 use super::divergence::{count, mean, sequence_means};
 use super::parent::Blocks;
 use super::streams::{Form, Part, Start, Unit, finals};
-use super::{Caches, Context, multiple_choice, student};
+use super::student::Trained;
+use super::{Caches, Context, multiple_choice};
 use crate::Result;
 
 /// A model that is evaluated: the form that blocks are run in.
@@ -33,20 +32,19 @@ struct HeldOut {
 
 pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Evaluate) -> Result<Quality> {
     let held = caches.held(context, &task.parent)?;
-    let batches = caches.batches(context, &task.parent, &task.validation)?;
+    let batches = caches.batches(context, (&task.parent, &held), &task.validation)?;
     let architecture = held.architecture();
     let trained = match &task.student {
-        Some(asked) => student::trained(context, architecture, asked)?,
+        Some(asked) => Trained::load(context, architecture, asked)?,
         None => None,
     };
-    let trained = trained.map(|model| Runner::new(Arc::clone(&context.operations), Arc::new(model)));
     let form = match (&task.student, &trained) {
-        (_, Some(runner)) => Form::whole(&runner.model().architecture),
+        (_, Some(trained)) => Form::whole(trained.blocks().architecture()),
         (Some(asked), None) => Form::of(architecture, &asked.candidate)?,
         (None, None) => Form::whole(architecture),
     };
     let subject = Subject {
-        blocks: trained.as_ref().map_or_else(|| held.blocks(), Blocks::of),
+        blocks: trained.as_ref().map_or_else(|| held.blocks(), Trained::blocks),
         form: &form,
     };
     let parts = 1 + task.benchmarks.len();

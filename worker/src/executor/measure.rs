@@ -60,7 +60,14 @@ impl<'a, 'store> Builtin<'a, 'store> {
     fn load(&mut self, subject: &Subject<'_>) -> Result<Arc<Model>> {
         let operations = &self.context.operations;
         match subject {
-            Subject::Shape(architecture) => dummy(operations, architecture, self.benches.len() as u64 + 1),
+            Subject::Shape(architecture) => {
+                let parameters = usize::try_from(architecture.parameters().total).unwrap_or(usize::MAX);
+                let bytes = parameters.saturating_mul(operations.activation_bytes());
+                // Blocks of one that does not fit can be streamed, but not timed.
+                let plan = self.context.plan();
+                plan.expect_room("a model that is timed whole", bytes)?;
+                dummy(operations, architecture, self.benches.len() as u64 + 1)
+            }
             Subject::Parent(reference) => {
                 let resident = self.caches.parent(self.context, reference)?;
                 self.caches.clear_batches();

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use espalier_arch::Architecture;
-use espalier_model::checkpoint::{Parent, SortedParent};
+use espalier_model::checkpoint::{BlockFiles, Parent, SortedParent};
 use espalier_model::runner::Runner;
 use espalier_model::sort::Permutation;
 use espalier_model::{BlockWeights, Model};
@@ -25,10 +25,10 @@ pub(super) struct Resident {
     pub runner: Runner,
 }
 
-/// A parent of which only the ends are in memory.
+/// A model of which only the ends are in memory.
 #[derive(Debug)]
-pub(super) struct Streamed {
-    files: SortedParent,
+pub(super) struct Streamed<Files> {
+    files: Files,
     /// Embedding, final norm and head: a model of no blocks.
     ends: Runner,
 }
@@ -39,7 +39,7 @@ pub(super) enum Held {
     /// All of it.
     Whole(Arc<Resident>),
     /// What stands around its blocks.
-    Streamed(Arc<Streamed>),
+    Streamed(Arc<Streamed<SortedParent>>),
 }
 
 /// A model's blocks in their order, and what stands around them.
@@ -47,7 +47,7 @@ pub(super) enum Held {
 pub(super) struct Blocks<'a> {
     runner: &'a Runner,
     /// Where the blocks are read from; none where the runner's model has them.
-    files: Option<&'a SortedParent>,
+    files: Option<&'a dyn BlockFiles>,
 }
 
 impl Held {
@@ -58,26 +58,11 @@ impl Held {
     /// blocks have room beside what stands around them.
     pub fn load(context: &Context<'_>, reference: &ParentRef) -> Result<Self> {
         let files = open(context, reference)?;
-        let (operations, plan) = (&*context.operations, context.plan());
-        let architecture = &files.parent().architecture;
-        let whole = files.stage_bytes(&(0..architecture.blocks.len()), operations);
-        let Some(free) = plan.too_little_for(architecture, whole) else {
-            return Ok(Self::Whole(Arc::new(Resident::load(context, files)?)));
-        };
-        let ends = files.ends_bytes(operations);
-        let least = ends.saturating_add(files.walk_bytes(operations));
-        plan.expect_room("the parent's embedding, its head and two of its blocks", least)?;
-        let mebibytes = |bytes: usize| bytes.div_ceil(1 << 20);
-        tracing::info!(
-            "the parent needs {} MiB, the device has {}: its blocks are streamed from {}",
-            mebibytes(whole),
-            mebibytes(free),
-            reference.source
-        );
-        operations.prepare(architecture)?;
-        let ends = Arc::new(files.ends(operations)?);
-        let ends = Runner::new(Arc::clone(&context.operations), ends);
-        Ok(Self::Streamed(Arc::new(Streamed { files, ends })))
+        if !has_room(context, &files, "the parent") {
+            const LEAST: &str = "the parent's embedding, its head and two of its blocks";
+            return Ok(Self::Streamed(Arc::new(Streamed::load(context, files, LEAST)?)));
+        }
+        Ok(Self::Whole(Arc::new(Resident::load(context, files)?)))
     }
 
     /// Config, tokenizer, side files.
@@ -97,10 +82,7 @@ impl Held {
     pub fn blocks(&self) -> Blocks<'_> {
         match self {
             Self::Whole(resident) => Blocks::of(&resident.runner),
-            Self::Streamed(streamed) => Blocks {
-                runner: &streamed.ends,
-                files: Some(&streamed.files),
-            },
+            Self::Streamed(streamed) => streamed.blocks(),
         }
     }
 
@@ -116,6 +98,45 @@ impl Held {
     }
 }
 
+/// Whether the device holds all of a model beside a little that runs through it. Where it does not, that is said once: its
+/// blocks will be streamed.
+pub(super) fn has_room(context: &Context<'_>, files: &dyn BlockFiles, what: &str) -> bool {
+    let bytes = files.bytes(&*context.operations);
+    let Some(free) = context.plan().too_little_for(files.architecture(), bytes) else {
+        return true;
+    };
+    let (needed, free) = (bytes.div_ceil(1 << 20), free >> 20);
+    tracing::info!("{what} needs {needed} MiB, the device has {free}: its blocks are streamed");
+    false
+}
+
+impl<Files: BlockFiles> Streamed<Files> {
+    /// Loads what stands around the blocks.
+    ///
+    /// # Errors
+    /// When not even two of the blocks, which `least` names with what stands around them, have room beside it, and when a
+    /// file cannot be read any more.
+    pub fn load(context: &Context<'_>, files: Files, least: &'static str) -> Result<Self> {
+        let (operations, model) = (&context.operations, &files as &dyn BlockFiles);
+        let needed = model
+            .ends_bytes(&**operations)
+            .saturating_add(model.walk_bytes(&**operations));
+        context.plan().expect_room(least, needed)?;
+        operations.prepare(model.architecture())?;
+        let ends = Arc::new(model.ends(&**operations)?);
+        let ends = Runner::new(Arc::clone(operations), ends);
+        Ok(Self { files, ends })
+    }
+
+    /// Its blocks.
+    pub fn blocks(&self) -> Blocks<'_> {
+        Blocks {
+            runner: &self.ends,
+            files: Some(&self.files),
+        }
+    }
+}
+
 impl Resident {
     /// Loads all of a parent.
     ///
@@ -123,8 +144,7 @@ impl Resident {
     /// When it has no room, or a file cannot be read any more.
     pub fn load(context: &Context<'_>, files: SortedParent) -> Result<Self> {
         let operations = &context.operations;
-        let blocks = 0..files.parent().architecture.blocks.len();
-        let bytes = files.stage_bytes(&blocks, &**operations);
+        let bytes = (&files as &dyn BlockFiles).bytes(&**operations);
         context.plan().expect_room("the parent", bytes)?;
         let model = files.load(&**operations)?;
         operations.prepare(&model.architecture)?;
@@ -152,7 +172,7 @@ impl<'a> Blocks<'a> {
     /// The model's shape.
     pub fn architecture(self) -> &'a Architecture {
         match self.files {
-            Some(files) => &files.parent().architecture,
+            Some(files) => files.architecture(),
             None => &self.runner.model().architecture,
         }
     }

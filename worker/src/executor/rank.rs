@@ -13,7 +13,7 @@ const TOGETHER: usize = 8;
 
 pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Rank) -> Result<TaskOutput> {
     let held = caches.held(context, &task.parent)?;
-    let batches = caches.batches(context, &task.parent, &task.shard)?;
+    let batches = caches.batches(context, (&task.parent, &held), &task.shard)?;
     let (blocks, architecture) = (held.blocks(), held.architecture());
     let forms = task.candidates.iter();
     let forms: Vec<Form> = forms

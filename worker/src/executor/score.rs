@@ -28,7 +28,7 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &ScoreBlock)
     let forms: Vec<Form> = forms
         .map(|variant| Form::whole(architecture).with(task.block, variant))
         .collect::<Result<_>>()?;
-    let (batches, inputs) = caches.inputs(context, &task.parent, &task.shard, task.block)?;
+    let (batches, inputs) = caches.inputs(context, (&task.parent, &held), &task.shard, task.block)?;
     let units: Vec<Unit<'_>> = batches
         .iter()
         .zip(&inputs)
