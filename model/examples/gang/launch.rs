@@ -58,7 +58,11 @@ impl Running {
             let sender = sender.clone();
             running.readers.push(std::thread::spawn(move || {
                 for line in BufReader::new(output).lines().map_while(std::result::Result::ok) {
-                    let said = serde_json::from_str(&line).unwrap_or(Line::Failed(line));
+                    // NCCL writes there too, where NCCL_DEBUG is set.
+                    let Ok(said) = serde_json::from_str(&line) else {
+                        eprintln!("rank {number}: {line}");
+                        continue;
+                    };
                     if sender.send((number, said)).is_err() {
                         break;
                     }
