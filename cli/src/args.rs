@@ -321,6 +321,20 @@ mod tests {
     }
 
     #[test]
+    fn every_command_that_needs_no_more_than_its_subject_is_taken_with_its_defaults() {
+        for words in [
+            &["estimate", "config.json"][..],
+            &["plan", "out"],
+            &["profile", "list", "--cost-tables", "tables"],
+            &["profile", "run", "job.yaml"],
+        ] {
+            let words = [&["espalier"], words].concat();
+            let taken = Arguments::try_parse_from(&words);
+            assert!(taken.is_ok(), "{words:?}: {:?}", taken.err());
+        }
+    }
+
+    #[test]
     fn a_process_that_is_started_logs_as_its_starter_was_told_to() {
         for given in [
             &["--log-format", "json", "--log", "espalier_worker=debug"][..],

@@ -278,7 +278,10 @@ impl CostTables {
 /// # Errors
 /// When it cannot be written, for example on a full disk.
 pub fn write_whole(path: &Path, content: &[u8]) -> io::Result<()> {
-    let partial = path.with_extension("partial");
+    let mut name = std::ffi::OsString::from(".");
+    name.push(path.file_name().unwrap_or_default());
+    name.push(".partial");
+    let partial = path.with_file_name(name);
     let written = fs::File::create(&partial)
         .and_then(|mut file| file.write_all(content).and_then(|()| file.sync_all()))
         .and_then(|()| fs::rename(&partial, path));

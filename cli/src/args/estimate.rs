@@ -42,8 +42,8 @@ pub(crate) struct Estimate {
     #[arg(long, default_value_t = 2048, value_name = "TOKENS")]
     pub step_tokens: usize,
     /// What the engine itself takes on each rank, as measured; a config does not say.
-    #[arg(long, default_value = "0B", value_parser = bytes, value_name = "BYTES")]
-    pub overhead: u64,
+    #[arg(long, value_parser = bytes, value_name = "BYTES")]
+    pub overhead: Option<u64>,
     #[command(flatten)]
     pub how: How,
 }

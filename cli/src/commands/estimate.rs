@@ -41,7 +41,14 @@ fn read(path: &Path) -> anyhow::Result<Architecture> {
             "cannot be read: {error}; give a Hugging Face config.json or its directory"
         ))
     })?;
-    let config: Value = serde_json::from_str(&text).map_err(|error| wrong(format!("is no JSON: {error}")))?;
+    let mut config: Value =
+        serde_json::from_str(&text).map_err(|error| wrong(format!("is no JSON: {error}")))?;
+    // How a checkpoint was quantised does not change its shape, and each tool writes it in its own way.
+    if let Some(fields) = config.as_object_mut()
+        && fields.remove("quantization_config").is_some()
+    {
+        output::say("the config's quantization_config is not read: --precision says how weights are stored");
+    }
     Architecture::from_config(&config).map_err(|error| wrong(format!("cannot be counted: {error}")))
 }
 
@@ -80,6 +87,6 @@ fn assumptions(asked: &Estimate) -> anyhow::Result<Assumptions> {
         spare_blocks: usize::from(asked.block_tokens > 1),
         ranks: asked.tensor_parallel,
         step_tokens: asked.step_tokens,
-        overhead_bytes: asked.overhead,
+        overhead_bytes: asked.overhead.unwrap_or(0),
     })
 }

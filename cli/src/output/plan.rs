@@ -94,8 +94,8 @@ fn unit(metric: Metric) -> &'static str {
 }
 
 fn with_error(metric: Metric, value: f64, error: f64) -> String {
-    if error > 0.0 {
-        format!("{} ± {}", metric.display(value), metric.display(error))
+    if error > 0.0 && value > 0.0 {
+        format!("{} ± {:.1}%", metric.display(value), 100.0 * error / value)
     } else {
         metric.display(value)
     }
