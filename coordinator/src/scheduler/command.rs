@@ -229,6 +229,15 @@ pub enum Command {
         /// Which formation.
         generation: u64,
     },
+    /// The first that an attempt has done, of a task whose attempts go on from what others left.
+    Begins {
+        /// By whom.
+        worker: WorkerId,
+        /// Which attempt.
+        lease: Lease,
+        /// In units of its progress.
+        done: u64,
+    },
     /// An attempt stopped: it was cancelled, or the worker gave it up by itself, as when it drains.
     Stopped {
         /// By whom.

@@ -72,6 +72,7 @@ pub fn effects(state: &State, event: &Event) -> Vec<Effect> {
         | Event::WorkerCordoned { .. }
         | Event::WorkerUncordoned { .. }
         | Event::JobArchived { .. }
+        | Event::TaskWentOn { .. }
         | Event::RankPrepared { .. } => Vec::new(),
         Event::WorkerLeaving { worker, drain } => drain
             .iter()

@@ -221,6 +221,13 @@ pub enum Event {
         retry: bool,
         at: i64,
     },
+    /// An attempt at a task that has failed begins further on than any attempt before, as from a newer checkpoint: what
+    /// stood in the way is behind, and its budgets begin again. `done`: where it begins, in units of its progress.
+    TaskWentOn {
+        task: TaskId,
+        attempt: AttemptId,
+        done: u64,
+    },
     /// A rank ended well; rank 0's output is the task's, the others' are empty.
     RankCompleted {
         attempt: AttemptId,

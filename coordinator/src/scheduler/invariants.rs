@@ -96,6 +96,7 @@ fn touched(state: &State, event: &Event) -> (Vec<TaskId>, Vec<WorkerId>) {
         | Event::AttemptHandedBack { task, .. }
         | Event::AttemptStopped { task, .. }
         | Event::RankCompleted { task, .. }
+        | Event::TaskWentOn { task, .. }
         | Event::GangReleased { task, .. }
         | Event::GangLate { task, .. }
         | Event::GangEnded { task, .. } => (vec![*task], Vec::new()),

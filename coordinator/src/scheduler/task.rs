@@ -106,7 +106,8 @@ fn is_zero(value: &u64) -> bool {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Trouble {
-    /// Counts the retries of the job that let the counters begin again.
+    /// Counts how often the counters began again: when its job was retried, and when it went on from further than
+    /// ever.
     pub era: u32,
     /// How often it failed, in this era.
     pub failures: Failures,
@@ -116,6 +117,23 @@ pub struct Trouble {
     pub failed_on: Option<WorkerId>,
     /// Failures of its own making, one a worker.
     pub evidence: Vec<Evidence>,
+    /// The furthest that an attempt has begun at after a failure, in units of its progress.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub went_on_from: u64,
+}
+
+impl Trouble {
+    /// Whether anything counts against it that [`Trouble::begin_again`] would forget.
+    pub(super) fn is_held_against_it(&self) -> bool {
+        self.failures != Failures::default() || !self.evidence.is_empty()
+    }
+
+    /// A new era: counters begin again, and what was held against it is forgotten.
+    pub(super) fn begin_again(&mut self) {
+        self.era = self.era.saturating_add(1);
+        self.failures = Failures::default();
+        self.evidence.clear();
+    }
 }
 
 /// A failure that speaks against a task or against a worker.
@@ -128,7 +146,7 @@ pub struct Evidence {
 }
 
 impl Task {
-    /// How often it failed, since the job's last retry.
+    /// How often it failed, in this era.
     pub fn failures(&self) -> Failures {
         self.trouble
             .as_ref()
@@ -136,7 +154,7 @@ impl Task {
             .unwrap_or_default()
     }
 
-    /// Counts the retries of the job that let its failures begin again. (`era`, `failures`) never falls.
+    /// Counts how often its failures began again. (`era`, `failures`) never falls.
     pub fn era(&self) -> u32 {
         self.trouble.as_ref().map_or(0, |trouble| trouble.era)
     }

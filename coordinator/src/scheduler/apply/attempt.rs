@@ -186,6 +186,13 @@ fn shortened(message: &str) -> String {
     message.get(..end.unwrap_or(0)).unwrap_or_default().to_owned()
 }
 
+pub fn went_on(state: &mut State, id: TaskId, done: u64) {
+    if let Some(trouble) = state.task_mut(id).and_then(|task| task.trouble.as_mut()) {
+        trouble.begin_again();
+        trouble.went_on_from = done;
+    }
+}
+
 pub fn lost(state: &mut State, attempt: AttemptId, retry: bool) {
     let Some(ended) = release(state, attempt) else {
         return;

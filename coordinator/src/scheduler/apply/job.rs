@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::scheduler::index::{Class, Turn};
 use crate::scheduler::{
-    Ended, Event, Failures, Job, JobId, JobPhase, Name, Pause, Payload, Retry, Stage, StageRecord, State,
-    Summary, Task, TaskId, TaskPhase, Trouble,
+    Ended, Event, Job, JobId, JobPhase, Name, Pause, Payload, Retry, Stage, StageRecord, State, Summary,
+    Task, TaskId, TaskPhase,
 };
 
 /// Retries of a job that are remembered, so that one sent twice is one.
@@ -262,13 +262,7 @@ pub fn retried(state: &mut State, id: JobId, request_id: Option<&String>, at: i6
         }
         task.phase = TaskPhase::Waiting;
         if let Some(trouble) = &mut task.trouble {
-            **trouble = Trouble {
-                era: trouble.era.saturating_add(1),
-                failures: Failures::default(),
-                last_failure: trouble.last_failure.take(),
-                failed_on: trouble.failed_on,
-                evidence: Vec::new(),
-            };
+            trouble.begin_again();
         }
         line_up(state, id);
     }

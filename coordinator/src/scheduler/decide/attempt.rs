@@ -132,6 +132,25 @@ pub fn prepared(state: &State, worker: WorkerId, lease: Lease, address: String, 
     Ok(events)
 }
 
+/// Lets the budgets of a task begin again that goes on from further than ever. The first rank speaks for its gang.
+pub fn begins(state: &State, worker: WorkerId, lease: Lease, done: u64) -> Decision {
+    let Some(attempt) = held(state, worker, lease)? else {
+        return Ok(Vec::new());
+    };
+    let is_first = attempt.place.is_none_or(|place| place.rank == 0);
+    let trouble = state.task(attempt.task).and_then(|task| task.trouble.as_ref());
+    let is_further =
+        trouble.is_some_and(|trouble| trouble.is_held_against_it() && done > trouble.went_on_from);
+    if attempt.cancelled || !is_first || !is_further {
+        return Ok(Vec::new());
+    }
+    Ok(vec![Event::TaskWentOn {
+        task: attempt.task,
+        attempt: lease.attempt,
+        done,
+    }])
+}
+
 /// Ends a generation that has not become ready; nothing where it has, or is over.
 pub fn gang_late(state: &State, id: TaskId, generation: u64, now: Now) -> Vec<Event> {
     let Some(task) = state.task(id) else {

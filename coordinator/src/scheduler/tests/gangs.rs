@@ -397,3 +397,49 @@ fn a_gang_that_has_begun_is_not_late() {
         Ok(Vec::new())
     );
 }
+
+#[test]
+fn a_gang_that_goes_on_from_further_than_ever_outlives_any_number_of_crashes() {
+    let mut world = World::new();
+    for name in ["a", "b"] {
+        world.join(name, 1, 1);
+    }
+    let (job, mut work) = released(&mut world, 2);
+    let begins = |world: &mut World, (worker, lease): Work, done: u64| {
+        let events = world.run(Command::Begins { worker, lease, done }).unwrap();
+        !events.is_empty()
+    };
+    assert!(!begins(&mut world, work[0], 1), "nothing is held against it yet");
+    for round in 1..=5 {
+        // A rank of one worker, then of the other: two of them at the same place would end the job.
+        let victim = round % 2;
+        world.fail(work[victim], FailureKind::Crashed);
+        world.stop(work[1 - victim]);
+        work = world.dispatch();
+        for rank in &work {
+            world.prepare(*rank);
+        }
+        let done = 100 * round as u64;
+        assert!(
+            !begins(&mut world, work[1], done),
+            "the first rank speaks for its gang"
+        );
+        assert!(begins(&mut world, work[0], done), "round {round}");
+        assert!(!begins(&mut world, work[0], done), "once");
+        assert_eq!(world.only_task(job).failures().own(), 0);
+    }
+    assert_eq!(world.replayed(), world.state);
+    // At the same place on two workers it is held against the task.
+    let elsewhere = |work: &[Work], than: WorkerId| *work.iter().find(|rank| rank.0 != than).unwrap();
+    let (first, other) = (work[0], elsewhere(&work, work[0].0));
+    world.fail(first, FailureKind::Crashed);
+    world.stop(other);
+    work = world.dispatch();
+    for rank in &work {
+        world.prepare(*rank);
+        assert!(!begins(&mut world, *rank, 500));
+    }
+    world.fail(elsewhere(&work, first.0), FailureKind::Crashed);
+    let message = world.message(job);
+    assert!(message.contains("it failed on two workers"), "{message}");
+}

@@ -144,6 +144,7 @@ fn about(event: &Event) -> (Vec<AttemptId>, Option<TaskId>) {
         | Event::AttemptLost { attempt, task, .. }
         | Event::AttemptHandedBack { attempt, task, .. }
         | Event::AttemptStopped { attempt, task, .. }
+        | Event::TaskWentOn { attempt, task, .. }
         | Event::RankCompleted { attempt, task, .. } => (vec![*attempt], Some(*task)),
         Event::GangFormed { task, ranks, .. } => {
             (ranks.iter().map(|rank| rank.attempt).collect(), Some(*task))
