@@ -126,6 +126,28 @@ fn devices_are_listed_with_their_memory_and_those_that_cannot_be_used_with_why()
 }
 
 #[test]
+fn the_processor_is_listed_beside_a_driver_that_lacks_what_is_asked_of_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let place = directory.path();
+    let built = ["libcuda.so", "libcuda.so.1"].map(|library| compile(place, library, "int nothing;", &[]));
+    if built.contains(&false) {
+        return;
+    }
+    let listed = run(place, &["device", "list", "-q"], &[]);
+    assert_eq!(
+        String::from_utf8_lossy(&listed.stdout),
+        "cpu\n",
+        "{}",
+        said(&listed)
+    );
+    assert!(
+        said(&listed).contains("the driver is damaged or does not fit"),
+        "{}",
+        said(&listed)
+    );
+}
+
+#[test]
 fn a_worker_that_cannot_have_the_gpus_it_is_told_to_take_says_so_once_and_ends() {
     let Some(toolkit) = toolkit() else { return };
     let refused = |device: &str, settings: &[(&str, &str)]| {
@@ -147,7 +169,7 @@ fn a_worker_that_cannot_have_the_gpus_it_is_told_to_take_says_so_once_and_ends()
 }
 
 #[test]
-fn a_job_for_gpus_is_refused_before_anything_is_started_where_there_are_none() {
+fn a_job_for_more_than_there_is_is_refused_before_anything_is_started() {
     let Some(toolkit) = toolkit() else { return };
     let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples");
     let examples = examples.canonicalize().unwrap().display().to_string();
@@ -187,6 +209,12 @@ target:
     assert!(
         wrong.contains("target.precision: found f32, expected bf16"),
         "{wrong}"
+    );
+    with("recovery: {ranks: 2, pipeline_stages: 2}");
+    let alone = ends(&[]);
+    assert!(
+        alone.contains("recovery.pipeline_stages: found 2, expected at most 1"),
+        "{alone}"
     );
     let left: Vec<_> = std::fs::read_dir(directory.path()).unwrap().flatten().collect();
     assert_eq!(left.len(), 1, "nothing was made: {left:?}");

@@ -140,6 +140,17 @@ async fn devices_of(arguments: &Run, spec: &mut JobSpec) -> anyhow::Result<Vec<S
     };
     let chosen = choose_devices(wanted, shares).await?;
     let ids: Vec<String> = chosen.into_iter().map(|device| device.id).collect();
+    // It would wait for the others for ever: nobody else can join this cluster.
+    let devices = ids.len().saturating_mul(usize::from(arguments.workers));
+    let stages = spec.recovery.pipeline_stages;
+    let trains = spec.budget.recovery_tokens > 0;
+    if trains && usize::try_from(stages).is_ok_and(|stages| stages > devices) {
+        return Err(failure::usage(format!(
+            "{}: recovery.pipeline_stages: found {stages}, expected at most {devices}, the devices that this run has: a \
+             stage needs one of its own. Ask for fewer, run on more, or submit the job to a cluster that has as many",
+            arguments.spec.display()
+        )));
+    }
     let mut told = vec!["--device".to_owned(), ids.join(",")];
     if let Some(limit) = shares.memory_limit {
         told.extend(["--device-memory".to_owned(), format!("{limit}B")]);

@@ -8,7 +8,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::str::FromStr;
-use std::sync::mpsc::sync_channel;
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
 use espalier_model::ops::cuda;
@@ -21,6 +21,10 @@ use crate::{Error, Result};
 /// How long looking may take: a driver that has to load itself first needs seconds.
 const PATIENCE: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(5);
+/// How long what a process that has ended complained of may take to come.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+/// Bytes of what it says that are heard.
+const MOST_HEARD: u64 = 1 << 20;
 /// The command of this program that looks; hidden from its users.
 pub const COMMAND: &str = "device-look";
 
@@ -108,19 +112,12 @@ pub fn find(program: Option<&Path>) -> Result<Machine> {
         .arg(COMMAND)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
-        .stderr(Stdio::null())
+        .stderr(Stdio::piped())
         .spawn()
         .map_err(|error| failed(format!("{}: {error}", program.display())))?;
-    let output = child.stdout.take();
-    let (sender, text) = sync_channel(1);
-    std::thread::Builder::new()
-        .name("device look".to_owned())
-        .spawn(move || {
-            let mut text = String::new();
-            let read = output.map(|mut output| output.read_to_string(&mut text));
-            let _ = sender.send(read.is_some_and(|read| read.is_ok()).then_some(text));
-        })
-        .map_err(|error| failed(error.to_string()))?;
+    let (output, complaints) = (child.stdout.take(), child.stderr.take());
+    let heard = hear(output).and_then(|output| Ok((output, hear(complaints)?)));
+    let (text, complaints) = heard.map_err(|error| failed(error.to_string()))?;
     let deadline = Instant::now() + PATIENCE;
     let status = loop {
         match child.try_wait() {
@@ -137,11 +134,41 @@ pub fn find(program: Option<&Path>) -> Result<Machine> {
             }
         }
     };
-    let text = text.recv_timeout(PATIENCE).ok().flatten().unwrap_or_default();
-    if !status.success() {
-        return Err(failed(format!("the process that looks ended with {status}")));
-    }
-    serde_json::from_str(&text).map_err(|error| failed(error.to_string()))
+    let text = text.recv_timeout(PATIENCE).unwrap_or_default();
+    // A driver may print what it likes beside the answer.
+    let answer = text
+        .lines()
+        .rev()
+        .find_map(|line| serde_json::from_str::<Machine>(line).ok());
+    answer.filter(|_| status.success()).ok_or_else(|| {
+        let complaints = complaints.recv_timeout(LAST_WORDS).unwrap_or_default();
+        let why = complaints.lines().rev().map(str::trim).find(|line| says_why(line));
+        let why = why.map(|why| format!(" ({why})")).unwrap_or_default();
+        failed(format!(
+            "the process that asks the NVIDIA driver ended without an answer, of {status}{why}: the driver is damaged or \
+             does not fit this machine; see nvidia-smi, or use the cpu device"
+        ))
+    })
+}
+
+/// Reads to the end beside whoever waits for the process.
+fn hear(source: Option<impl Read + Send + 'static>) -> std::io::Result<Receiver<String>> {
+    let (sender, heard) = sync_channel(1);
+    std::thread::Builder::new()
+        .name("device look".to_owned())
+        .spawn(move || {
+            let mut bytes = Vec::new();
+            if let Some(source) = source {
+                let _ = source.take(MOST_HEARD).read_to_end(&mut bytes);
+            }
+            let _ = sender.send(String::from_utf8_lossy(&bytes).into_owned());
+        })?;
+    Ok(heard)
+}
+
+/// Not where it happened, nor how to see more of that.
+fn says_why(line: &str) -> bool {
+    !(line.is_empty() || line.starts_with("note:") || (line.starts_with("thread ") && line.ends_with(':')))
 }
 
 /// What a user asks for: `auto`, `cpu`, `cuda` or `cuda:N`.
@@ -407,5 +434,37 @@ mod tests {
         assert!(error.contains("cannot look for GPUs"), "{error}");
         let error = find(Some(Path::new("/bin/true"))).unwrap_err().to_string();
         assert!(error.contains("cannot look for GPUs"), "{error}");
+    }
+
+    /// What is found by a process that does this.
+    fn found_by(script: &str) -> Result<Machine> {
+        let directory = tempfile::tempdir().unwrap();
+        let program = directory.path().join("looks");
+        std::fs::write(directory.path().join("text"), format!("#!/bin/sh\n{script}\n")).unwrap();
+        // Copied by another process: one that this one had open for writing another test's child might hold yet.
+        let copied = Command::new("sh")
+            .args(["-c", "cp text looks && chmod +x looks"])
+            .current_dir(directory.path())
+            .status();
+        assert!(copied.unwrap().success());
+        find(Some(&program))
+    }
+
+    #[test]
+    fn what_a_driver_prints_beside_the_answer_does_not_spoil_it() {
+        let answer = serde_json::to_string(&with(vec![gpu(0, None)])).unwrap();
+        let machine = found_by(&format!("echo 'NVRM: hello'; echo '{answer}'; echo bye")).unwrap();
+        assert_eq!(machine.gpus.len(), 1);
+    }
+
+    #[test]
+    fn a_process_that_panics_while_it_looks_says_why_and_what_to_do() {
+        let script = "echo \"thread 'main' panicked at lib.rs:1:2:\" >&2; echo 'no cuInit' >&2; \
+                      echo 'note: run with' >&2; exit 101";
+        let error = found_by(script).unwrap_err().to_string();
+        assert!(
+            error.contains("101 (no cuInit): the driver is damaged"),
+            "{error}"
+        );
     }
 }
