@@ -2,11 +2,11 @@
 //!
 //! An attempt takes a virtual time and ends as chance will have it. Ranks of a gang stand ready, wait for
 //! their release, and end together: one that is gone leaves the others hanging or crashing, as a collective
-//! does.
+//! does, or has them tell that it is gone.
 
 use std::time::Duration;
 
-use espalier_proto::task::{Failure, TaskSpec};
+use espalier_proto::task::{Failure, FailureKind, TaskSpec};
 use espalier_proto::v1::Lease;
 use espalier_worker::agent::core::{DeviceEvent, Ended, Input, Run};
 
@@ -46,6 +46,7 @@ enum News {
     Prepared,
     Output,
     Failure,
+    RankLost,
     Stopped,
     Hung,
     Nothing,
@@ -215,7 +216,7 @@ impl World {
         }
     }
 
-    /// A rank is gone before its gang has ended: the others hang in a collective, or crash.
+    /// A rank is gone before its gang has ended: the others notice, crash, or hang in a collective.
     pub(crate) fn leaves_gang(&mut self, gone: &Running) {
         let Some((key, _)) = gone.gang else { return };
         for (worker, index) in self.gangs.break_up(key) {
@@ -231,11 +232,11 @@ impl World {
             if !still {
                 continue;
             }
-            if self.dice.chance(0.5) {
-                let soon = self.dice.duration(Duration::ZERO, Duration::from_secs(30));
-                self.will_say(worker, index, soon, News::Failure);
-            } else {
-                self.will_say(worker, index, HANG, News::Hung);
+            let soon = self.dice.duration(Duration::ZERO, Duration::from_secs(30));
+            match self.dice.below(6) {
+                0..3 => self.will_say(worker, index, soon, News::RankLost),
+                3 => self.will_say(worker, index, soon, News::Failure),
+                _ => self.will_say(worker, index, HANG, News::Hung),
             }
         }
     }
@@ -287,14 +288,18 @@ impl World {
     }
 
     fn end_of(&mut self, news: News, lease: &Lease) -> Ended {
-        let failure = |kind| Failure {
-            kind,
-            message: "it pretends to have failed".to_owned(),
+        let failure = |kind| {
+            let message = "it pretends to have failed".to_owned();
+            Ended::Failure(json(&Failure { kind, message }))
         };
         match news {
             News::Output => Ended::Output(json(&planner::output(lease))),
-            News::Failure => Ended::Failure(json(&failure(planner::failure(&mut self.dice)))),
-            News::Hung => Ended::Failure(json(&failure(espalier_proto::task::FailureKind::Hung))),
+            News::Failure => failure(planner::failure(&mut self.dice)),
+            News::Hung => failure(FailureKind::Hung),
+            News::RankLost => {
+                self.gangs.losses_told += 1;
+                failure(FailureKind::RankLost)
+            }
             News::Stopped | News::Prepared | News::Nothing => Ended::Stopped,
         }
     }

@@ -22,17 +22,21 @@ struct Formation {
 
 /// All formations that any device has heard of.
 #[derive(Debug, Default)]
-pub struct Gangs(BTreeMap<GangKey, Formation>);
+pub struct Gangs {
+    formations: BTreeMap<GangKey, Formation>,
+    /// How often a rank told that another one is gone.
+    pub losses_told: u64,
+}
 
 impl Gangs {
     /// A rank was told of its gang.
     pub fn form(&mut self, key: GangKey, ranks: u32) {
-        self.0.entry(key).or_default().ranks = ranks;
+        self.formations.entry(key).or_default().ranks = ranks;
     }
 
     /// A rank on this worker's device was released; true when it was the last and none is gone.
     pub fn release(&mut self, key: GangKey, rank: u32, worker: usize, device: usize) -> bool {
-        let Some(formation) = self.0.get_mut(&key) else {
+        let Some(formation) = self.formations.get_mut(&key) else {
             return false;
         };
         formation.released.insert(rank, (worker, device));
@@ -41,7 +45,7 @@ impl Gangs {
 
     /// Where released ranks are: worker and device.
     pub fn members(&self, key: GangKey) -> Vec<(usize, usize)> {
-        let formation = self.0.get(&key);
+        let formation = self.formations.get(&key);
         formation
             .map(|formation| formation.released.values().copied().collect())
             .unwrap_or_default()
@@ -49,7 +53,7 @@ impl Gangs {
 
     /// A rank is gone: the rest of its gang.
     pub fn break_up(&mut self, key: GangKey) -> Vec<(usize, usize)> {
-        if let Some(formation) = self.0.get_mut(&key) {
+        if let Some(formation) = self.formations.get_mut(&key) {
             formation.broken = true;
         }
         self.members(key)

@@ -39,6 +39,10 @@ pub struct Report {
     pub jobs: BTreeMap<&'static str, u64>,
     /// Faults by kind.
     pub faults: BTreeMap<&'static str, u64>,
+    /// How often a rank told that another one is gone.
+    pub losses_told: u64,
+    /// Tasks, not yet archived, whose last gang had fewer ranks than they ask for.
+    pub smaller_gangs: u64,
     /// What coordinators' disks did, and did badly.
     pub disks: Figures,
     /// When everything had ended.
@@ -229,6 +233,8 @@ impl World {
         for summary in archived {
             *jobs.entry(summary.ended.name()).or_default() += 1;
         }
+        let tasks = self.state().into_iter().flat_map(State::tasks);
+        let smaller = tasks.filter(|task| (1..task.needs.ranks).contains(&task.formed_ranks));
         let mut disks = Figures::default();
         for machine in &self.coordinators {
             disks += machine.disk.figures();
@@ -240,6 +246,8 @@ impl World {
             acknowledged: self.oracle.acknowledged_count() as u64,
             jobs,
             faults: self.injected.clone(),
+            losses_told: self.gangs.losses_told,
+            smaller_gangs: smaller.count() as u64,
             disks,
             ended_at: self.now(),
         }

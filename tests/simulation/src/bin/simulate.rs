@@ -220,6 +220,11 @@ fn summary(reports: &[Report]) {
     show(&format!("jobs: {jobs:?}"));
     show(&format!("disks: {disks:?}"));
     show(&format!(
+        "gangs: {} ranks told that another was gone, {} gangs were smaller than asked for",
+        sum(|report| report.losses_told),
+        sum(|report| report.smaller_gangs)
+    ));
+    show(&format!(
         "{} steps, {} durable events, {} acknowledged completions",
         sum(|report| report.steps),
         sum(|report| report.events),
