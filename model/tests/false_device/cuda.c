@@ -63,6 +63,7 @@ int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { return SUCCES
 int cuStreamDestroy_v2(void *stream) { free(stream); return SUCCESS; }
 int cuStreamIsCapturing(void *stream, int *status) { *status = stream == capturing; return SUCCESS; }
 int cuStreamBeginCapture_v2(void *stream, int mode) {
+    if (capturing) return 901; // CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, for want of a better one
     capturing = stream;
     captured = 0;
     return SUCCESS;

@@ -34,13 +34,54 @@ pub(super) struct Recorder {
     busy: Mutex<()>,
 }
 
-/// Ends a thread's recording whatever happens.
-struct Recording;
+/// A thread's recording, and the capture of the stream it goes to: both end whatever happens.
+struct Recording<'a> {
+    stream: &'a Stream,
+    has_ended: bool,
+}
 
-impl Drop for Recording {
+impl<'a> Recording<'a> {
+    fn begin(recorder: &Recorder, stream: &'a Stream, reserve: Arc<Reserve>) -> Result<Self> {
+        // SAFETY: the stream is live, and only this thread uses it until the capture ends.
+        check("cuStreamBeginCapture", unsafe {
+            sys::cuStreamBeginCapture_v2(
+                stream.raw().handle(),
+                // Memory may be taken from the device meanwhile, by this thread and others.
+                sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
+            )
+        })?;
+        RECORDING.set(Some((recorder.id, reserve)));
+        Ok(Self {
+            stream,
+            has_ended: false,
+        })
+    }
+
+    fn end(mut self) -> Result<Captured> {
+        self.has_ended = true;
+        end_capture(self.stream)
+    }
+}
+
+impl Drop for Recording<'_> {
     fn drop(&mut self) {
         RECORDING.set(None);
+        if !self.has_ended {
+            // Its work has panicked, and whatever was captured goes.
+            let _ = end_capture(self.stream);
+        }
     }
+}
+
+/// Of a stream that captures.
+fn end_capture(stream: &Stream) -> Result<Captured> {
+    let mut graph = ptr::null_mut();
+    // SAFETY: the capture was begun by this thread; the driver writes the graph's handle, or null when it is void.
+    let ended = check("cuStreamEndCapture", unsafe {
+        sys::cuStreamEndCapture(stream.raw().handle(), &raw mut graph)
+    });
+    let graph = Captured(graph);
+    ended.map(|()| graph)
 }
 
 impl Recorder {
@@ -128,27 +169,10 @@ impl CudaDevice {
         let stream = recorder.stream_to_record()?;
         let reserve = Arc::new(Reserve::new(self.pool()));
         recorder.context.bind()?;
-        // SAFETY: the stream is live, and only this thread uses it until the capture ends below.
-        check("cuStreamBeginCapture", unsafe {
-            sys::cuStreamBeginCapture_v2(
-                stream.raw().handle(),
-                // Memory may be taken from the device meanwhile, by this thread and others.
-                sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
-            )
-        })?;
-        let result = {
-            RECORDING.set(Some((recorder.id, reserve.clone())));
-            let _recording = Recording;
-            work()
-        };
-        let mut graph = ptr::null_mut();
-        // SAFETY: the capture was begun above; the driver writes the graph's handle, or null when it is void.
-        let ended = check("cuStreamEndCapture", unsafe {
-            sys::cuStreamEndCapture(stream.raw().handle(), &raw mut graph)
-        });
-        let graph = Captured(graph);
-        let result = result?;
-        ended?;
+        let recording = Recording::begin(recorder, stream, reserve.clone())?;
+        let result = work();
+        let graph = recording.end();
+        let (result, graph) = (result?, graph?);
         Ok((self.instantiate(&graph, reserve)?, result))
     }
 
