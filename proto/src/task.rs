@@ -524,6 +524,9 @@ pub struct Progress {
     pub unit: String,
     /// One line for people, for example the loss.
     pub note: String,
+    /// Units of `done` that earlier attempts have left to this one.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub went_on_from: u64,
 }
 
 #[cfg(test)]

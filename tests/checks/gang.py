@@ -1,9 +1,9 @@
 """A recovery on several ranks, on processes as people run them: a coordinator and a worker for each device.
 
-One job is left alone. Another, the same, loses a rank twice in the middle of a step: its device child is killed
-(kill -9), then one is stopped (SIGSTOP). Both times the gang must form again within 15 seconds of the loss, counted
-until its first step after that, and go on from the last checkpoint. Then the losses of both jobs' last steps are
-compared. Standard library only.
+One job is left alone. Another, the same, loses a rank three times in the middle of a step: its device child is killed
+(kill -9), then one is stopped (SIGSTOP), then one is killed on another worker than the first. Each time the gang must
+form again within 15 seconds of the loss, counted until its first step after that, and go on from the last checkpoint.
+Then the losses of both jobs' last steps are compared. Standard library only.
 
 usage: gang.py PROGRAM DEVICE JOB [RANKS]    DEVICE is cpu or cuda; JOB a spec with recovery.ranks
 """
@@ -129,9 +129,9 @@ def wait_for(what, look):
     sys.exit(f"waited {PATIENCE:.0f} s for {what}")
 
 
-def lose(cluster, job, how, after):
-    """Loses a rank some steps after the newest attempt began. Gives the seconds until the gang's next step, the steps
-    done before, and those done when it had formed again."""
+def lose(cluster, job, how, after, spared):
+    """Loses a rank of no spared worker some steps after the newest attempt began. Gives its worker, the seconds until
+    the gang's next step, the steps done before, and those done when it had formed again."""
 
     def going():
         task = cluster.recovery(job)
@@ -142,7 +142,8 @@ def lose(cluster, job, how, after):
         return (live, max(known)) if known and max(known) >= after else None
 
     live, before = wait_for(f"step {after} of job {job}", going)
-    victim = max(live, key=lambda attempt: attempt["id"])
+    mortal = [attempt for attempt in live if attempt["worker"] not in spared]
+    victim = max(mortal, key=lambda attempt: attempt["id"])
     old = {attempt["id"] for attempt in live}
     lost = time.monotonic()
     os.kill(cluster.child(victim["worker"]), how)
@@ -156,7 +157,7 @@ def lose(cluster, job, how, after):
         return max(known) if known else None
 
     resumed = wait_for("the gang to form again", again)
-    return time.monotonic() - lost, before, resumed
+    return victim["worker"], time.monotonic() - lost, before, resumed
 
 
 def refuse_if_ended(cluster, job):
@@ -197,8 +198,12 @@ def main():
         with Cluster(program, device, ranks, f"{directory}/shaken") as cluster:
             disturbed = cluster.submit(job, f"{directory}/disturbed")
             step = 12
-            for how in (signal.SIGKILL, signal.SIGSTOP):
-                seconds, before, resumed = lose(cluster, disturbed, how, step)
+            killed = set()
+            for how in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
+                spared = killed if how == signal.SIGKILL else set()
+                worker, seconds, before, resumed = lose(cluster, disturbed, how, step, spared)
+                if how == signal.SIGKILL:
+                    killed.add(worker)
                 ok = seconds <= MOST_SECONDS and resumed > before - 2 * CHECKPOINT_STEPS
                 holds &= ok
                 print(
@@ -213,7 +218,7 @@ def main():
         holds &= ok
         print(
             f"{'ok  ' if ok else 'FAIL'}  {strategy}: loss of the last steps {loss:.6f} undisturbed, "
-            f"{shaken[strategy]:.6f} after two losses ({difference:.2e} apart, at most {MOST_DIFFERENCE:.0e})"
+            f"{shaken[strategy]:.6f} after three losses ({difference:.2e} apart, at most {MOST_DIFFERENCE:.0e})"
         )
     print("the gang holds" if holds else "the gang does not hold")
     sys.exit(0 if holds else 1)

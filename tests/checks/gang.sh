@@ -2,8 +2,9 @@
 # make check-gang: ranks that train one student together on the CPU, each a process, over TCP: two and four replicas, two
 # stages, both, from text and from a parent, beside one rank alone; a rank that is killed and one that is stopped in the
 # middle of a step, and other numbers of ranks that go on from the checkpoint. Losses of 20 steps within 1e-5 of one rank's.
-# Then a job's recovery by two workers, of which one is killed and one stopped: formed again within 15 s, with the losses of
-# one that was left alone. Before that every collective call against float64, and what a rank killed and one stopped are to the others.
+# Then a job's recovery by two workers, of which one is killed, one stopped and the other one killed: formed again within
+# 15 s, with the losses of one that was left alone. Before that every collective call against float64, and what a rank
+# killed and one stopped are to the others.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 # Ranks share the machine: more threads than this only get into each other's way.

@@ -103,7 +103,8 @@ async fn recovery_that_is_drained_and_then_killed_ends_where_an_undisturbed_one_
 
     let mut drained = Device::start("child").on_store(rough.clone());
     drained.run(1, &task, None).await;
-    drained.wait_for_progress(2 * STEP).await;
+    let fresh = drained.wait_for_progress(2 * STEP).await;
+    assert_eq!(fresh.went_on_from, 0);
     let stop = Command::Stop {
         lease: lease(1),
         checkpoint: true,
@@ -119,7 +120,11 @@ async fn recovery_that_is_drained_and_then_killed_ends_where_an_undisturbed_one_
 
     let mut killed = Device::start("child").on_store(rough.clone());
     killed.run(2, &task, None).await;
-    killed.wait_for_progress(14 * STEP).await;
+    let gone_on = killed.wait_for_progress(14 * STEP).await.went_on_from;
+    assert!(
+        gone_on >= 2 * STEP && gone_on.is_multiple_of(STEP),
+        "{gone_on}: where the drained one had left it"
+    );
     let children = children_of(std::process::id(), killed.marker());
     assert_eq!(children.len(), 1);
     signal(children[0], libc::SIGKILL);

@@ -229,8 +229,8 @@ pub enum Command {
         /// Which formation.
         generation: u64,
     },
-    /// The first that an attempt has done, of a task whose attempts go on from what others left.
-    Begins {
+    /// An attempt goes on from what earlier ones have left.
+    WentOn {
         /// By whom.
         worker: WorkerId,
         /// Which attempt.

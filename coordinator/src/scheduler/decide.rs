@@ -57,7 +57,7 @@ pub fn decide(state: &State, command: Command, now: Now) -> Decision {
             lease,
             address,
         } => attempt::prepared(state, worker, lease, address, now),
-        Command::Begins { worker, lease, done } => attempt::begins(state, worker, lease, done),
+        Command::WentOn { worker, lease, done } => attempt::went_on(state, worker, lease, done),
         Command::GangLate { task, generation } => Ok(attempt::gang_late(state, task, generation, now)),
         Command::Dispatch { absent, resting } => Ok(placement::place(state, &absent, &resting, now)),
     }

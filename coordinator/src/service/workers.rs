@@ -389,6 +389,7 @@ mod tests {
             total: 2,
             unit: "x".repeat(1 << 20),
             note: "y".repeat(1 << 20),
+            went_on_from: 0,
         };
         let progress_json = serde_json::to_vec(&progress).unwrap().into();
         match reported(Message::Progress(v1::Progress { lease, progress_json })) {

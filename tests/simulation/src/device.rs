@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use espalier_proto::task::{Failure, FailureKind, TaskSpec};
+use espalier_proto::task::{Failure, FailureKind, Progress, TaskSpec};
 use espalier_proto::v1::Lease;
 use espalier_worker::agent::core::{DeviceEvent, Ended, Input, Run};
 
@@ -272,6 +272,9 @@ impl World {
         let Some(gone) = device.running.take() else {
             return Ok(());
         };
+        if let Some((key, _)) = gone.gang.filter(|_| news != News::Output) {
+            self.tells_where_it_began(worker, life, lease, key)?;
+        }
         self.trace.step(now, "ended", task, lease.attempt, || {
             format!(
                 "worker {worker} ends attempt {} of task {task}: {news:?}",
@@ -285,6 +288,26 @@ impl World {
         }
         let ended = self.end_of(news, &lease);
         self.feed(worker, life, Input::Device(DeviceEvent::Ended { lease, ended }))
+    }
+
+    /// A gang that breaks had begun where it tells: every other formation further than any before.
+    fn tells_where_it_began(
+        &mut self,
+        worker: usize,
+        life: u64,
+        lease: Lease,
+        key: GangKey,
+    ) -> Result<(), String> {
+        let went_on_from = key.generation / 2;
+        let progress_json = json(&Progress {
+            done: went_on_from + 1,
+            total: u64::MAX,
+            unit: "steps".to_owned(),
+            note: String::new(),
+            went_on_from,
+        });
+        let progress = DeviceEvent::Progress { lease, progress_json };
+        self.feed(worker, life, Input::Device(progress))
     }
 
     fn end_of(&mut self, news: News, lease: &Lease) -> Ended {

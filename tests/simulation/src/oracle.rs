@@ -11,7 +11,7 @@ mod history;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use espalier_coordinator::scheduler::{JobId, State, check};
+use espalier_coordinator::scheduler::{Event, JobId, State, check};
 use espalier_proto::v1::coordinator_message::Message as FromCoordinator;
 use espalier_proto::v1::{CoordinatorMessage, Lease};
 
@@ -56,6 +56,8 @@ pub struct Oracle {
     losses: usize,
     /// Events that were made durable.
     pub events: u64,
+    /// Those of them by which a task's budgets began anew, as it had gone further than ever.
+    pub went_on: u64,
     /// Completions that a lost disk took along.
     pub lost_with_disk: u64,
 }
@@ -206,6 +208,8 @@ impl Oracle {
             return Ok(());
         };
         self.events += events.len() as u64;
+        let went_on = |seen: &&Seen| matches!(seen.event, Event::TaskWentOn { .. });
+        self.went_on += events.iter().filter(went_on).count() as u64;
         events.into_iter().try_for_each(|seen| history.take(seen))
     }
 

@@ -43,6 +43,8 @@ pub struct Report {
     pub losses_told: u64,
     /// Tasks, not yet archived, whose last gang had fewer ranks than they ask for.
     pub smaller_gangs: u64,
+    /// How often a task's budgets began anew, as it had gone further than ever.
+    pub went_on: u64,
     /// What coordinators' disks did, and did badly.
     pub disks: Figures,
     /// When everything had ended.
@@ -248,6 +250,7 @@ impl World {
             faults: self.injected.clone(),
             losses_told: self.gangs.losses_told,
             smaller_gangs: smaller.count() as u64,
+            went_on: self.oracle.went_on,
             disks,
             ended_at: self.now(),
         }

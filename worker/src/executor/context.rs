@@ -48,6 +48,7 @@ pub struct Context<'a> {
     progress: ProgressSink,
     stop: StopFlag,
     leaves_checkpoints: Cell<bool>,
+    went_on_from: Cell<u64>,
     last_progress: Cell<Option<Instant>>,
     pulse: Pulse,
     host_limit: Option<u64>,
@@ -80,6 +81,7 @@ impl<'a> Context<'a> {
             progress,
             stop,
             leaves_checkpoints: Cell::new(false),
+            went_on_from: Cell::new(0),
             last_progress: Cell::new(None),
             pulse,
             host_limit,
@@ -133,10 +135,16 @@ impl<'a> Context<'a> {
                 total: total as u64,
                 unit: unit.to_owned(),
                 note: note(),
+                went_on_from: self.went_on_from.get(),
             };
             (self.progress)(progress);
         }
         Ok(())
+    }
+
+    /// Says that the attempt goes on from so much that earlier ones have done, in units of its progress.
+    pub fn goes_on_from(&self, done: usize) {
+        self.went_on_from.set(done as u64);
     }
 
     /// Gives the attempt the chance to stop.

@@ -252,14 +252,14 @@ impl Device {
         event.expect("news in time").expect("the device lives")
     }
 
-    /// Waits until so many units are done.
-    pub async fn wait_for_progress(&mut self, done: u64) {
+    /// Waits until so many units are done; what the attempt told then.
+    pub async fn wait_for_progress(&mut self, done: u64) -> Progress {
         loop {
             match self.next().await {
                 DeviceEvent::Progress { progress_json, .. } => {
                     let progress: Progress = serde_json::from_slice(&progress_json).unwrap();
                     if progress.done >= done {
-                        return;
+                        return progress;
                     }
                 }
                 DeviceEvent::Ended { ended, .. } => panic!("it has ended: {ended:?}"),

@@ -133,7 +133,7 @@ pub fn prepared(state: &State, worker: WorkerId, lease: Lease, address: String, 
 }
 
 /// Lets the budgets of a task begin again that goes on from further than ever. The first rank speaks for its gang.
-pub fn begins(state: &State, worker: WorkerId, lease: Lease, done: u64) -> Decision {
+pub fn went_on(state: &State, worker: WorkerId, lease: Lease, done: u64) -> Decision {
     let Some(attempt) = held(state, worker, lease)? else {
         return Ok(Vec::new());
     };

@@ -406,7 +406,7 @@ fn a_gang_that_goes_on_from_further_than_ever_outlives_any_number_of_crashes() {
     }
     let (job, mut work) = released(&mut world, 2);
     let begins = |world: &mut World, (worker, lease): Work, done: u64| {
-        let events = world.run(Command::Begins { worker, lease, done }).unwrap();
+        let events = world.run(Command::WentOn { worker, lease, done }).unwrap();
         !events.is_empty()
     };
     assert!(!begins(&mut world, work[0], 1), "nothing is held against it yet");

@@ -18,6 +18,7 @@ enum Step {
     Keep { worker: usize, how: Keeping },
     Join { worker: usize, newer: bool },
     Prepare { lease: usize },
+    GoOn { lease: usize, done: u64 },
     Late,
     Complete { lease: usize },
     Fail { lease: usize, kind: FailureKind },
@@ -93,6 +94,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0..3usize, keeping).prop_map(|(worker, how)| Step::Keep { worker, how }),
         2 => (0..3usize, prop::bool::weighted(0.2)).prop_map(|(worker, newer)| Step::Join { worker, newer }),
         10 => (0..64usize).prop_map(|lease| Step::Prepare { lease }),
+        2 => (0..64usize, 0..8u64).prop_map(|(lease, done)| Step::GoOn { lease, done }),
         1 => Just(Step::Late),
         9 => (0..64usize).prop_map(|lease| Step::Complete { lease }),
         2 => (0..64usize, failure).prop_map(|(lease, kind)| Step::Fail { lease, kind }),
@@ -157,6 +159,12 @@ fn act(world: &mut World, history: &mut History, step: &Step) {
                     lease,
                     address,
                 });
+            }
+        }
+        Step::GoOn { lease, done } => {
+            if let Some((worker, lease)) = history.lease(world, *lease) {
+                let done = *done;
+                let _ = world.run(Command::WentOn { worker, lease, done });
             }
         }
         Step::Late => {

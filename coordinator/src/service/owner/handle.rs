@@ -7,7 +7,7 @@ use tonic::Status;
 use super::request::{JobOrder, Reply, Report, Request, Submission, WorkerHandle, WorkerOrder};
 use super::{Answer, Following, Owner, status};
 use crate::journal;
-use crate::scheduler::{Command, Effect, JobId, Lease, Rejection, TaskId, WorkerId};
+use crate::scheduler::{Command, Effect, JobId, Lease, Rejection, WorkerId};
 use crate::service::Planned;
 impl Owner {
     pub(super) fn handle(&mut self, request: Request) {
@@ -274,20 +274,11 @@ impl Owner {
             return;
         };
         self.watchers.changed(held.job);
-        let (task, done) = (held.task, progress.done);
-        let before = self.progress.insert(lease.attempt, progress);
-        // Until it has something done it loads what it works on.
-        let begins = done > 0 && before.is_none_or(|before| before.done == 0);
-        if begins && self.goes_on(task) {
-            self.note(Command::Begins { worker, lease, done });
+        let done = progress.went_on_from;
+        self.progress.insert(lease.attempt, progress);
+        if done > 0 {
+            self.note(Command::WentOn { worker, lease, done });
         }
-    }
-
-    /// Whether attempts at a task go on from what others left, as recovery does from its checkpoints.
-    fn goes_on(&self, task: TaskId) -> bool {
-        let known = self.state.task(task);
-        let stage = known.and_then(|task| self.state.job(task.job)?.stages.get(task.stage));
-        stage.is_some_and(|stage| &*stage.kind == "recover")
     }
 
     fn planned(&mut self, job: JobId, revision: u64, planned: Result<Planned, String>) {

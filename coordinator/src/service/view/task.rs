@@ -172,6 +172,7 @@ fn far(progress: &Progress) -> String {
         total,
         unit,
         note,
+        went_on_from: _,
     } = progress;
     let of = if *total == 0 {
         String::new()

@@ -220,9 +220,10 @@ fn summary(reports: &[Report]) {
     show(&format!("jobs: {jobs:?}"));
     show(&format!("disks: {disks:?}"));
     show(&format!(
-        "gangs: {} ranks told that another was gone, {} gangs were smaller than asked for",
+        "gangs: {} ranks told that another was gone, {} gangs were smaller than asked for, {} went further than ever",
         sum(|report| report.losses_told),
-        sum(|report| report.smaller_gangs)
+        sum(|report| report.smaller_gangs),
+        sum(|report| report.went_on)
     ));
     show(&format!(
         "{} steps, {} durable events, {} acknowledged completions",

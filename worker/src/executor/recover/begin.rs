@@ -72,6 +72,7 @@ impl Attempt<'_, '_> {
             if let Some(parts) = opened.filter(|_| !is_unusable) {
                 let step = checkpoint.losses.len();
                 tracing::info!(step, whose, "going on from a checkpoint");
+                self.context.goes_on_from(step * self.step_tokens());
                 return Ok(Some((checkpoint, parts)));
             }
             unusable.push(checkpoint.shares);
