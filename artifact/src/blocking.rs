@@ -60,6 +60,14 @@ impl BlockingStore {
         Self { store, ..self }
     }
 
+    /// The same store, for another thread.
+    ///
+    /// # Errors
+    /// When no runtime can be made.
+    pub fn again(&self) -> Result<Self> {
+        Self::over(self.store.clone())
+    }
+
     /// As [`ArtifactStore::location`].
     pub fn location(&self) -> String {
         self.store.location()

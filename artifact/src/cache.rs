@@ -395,6 +395,7 @@ mod tests {
             std::sync::Arc::new(object_store::memory::InMemory::new()),
             "memory",
             "",
+            crate::identity::Known::at(None),
         );
         let name = Name::of(b"weights");
         let key = object_store::path::Path::from(name.key());

@@ -34,7 +34,18 @@ pub enum Error {
         /// The variables to set, or what else would be right.
         remedy: String,
     },
-    /// Not the store that was meant: another, or none where it should be, as when a directory is not mounted.
+    /// No store where there should be one, as when a directory is not mounted.
+    #[error(
+        "artifact store {location}: {reason}: mount the coordinator's directory there, or start the coordinator with a \
+         --store that every worker reaches"
+    )]
+    Away {
+        /// The store.
+        location: String,
+        /// What was found and what was expected.
+        reason: String,
+    },
+    /// Not the store that was meant: another.
     #[error(
         "artifact store {location}: {reason}: mount the coordinator's directory there (of a bucket, name the same \
          server in this host's environment), or start the coordinator with a --store that every worker reaches"
@@ -131,11 +142,11 @@ impl Error {
     }
 
     /// Whether the same call may succeed later though nobody asks otherwise: the store is full, mounted for reading only,
-    /// or does not answer.
+    /// not mounted, or does not answer.
     pub fn may_pass(&self) -> bool {
         match (self, said_by_the_system(self)) {
             (_, Some(kind)) => passes(kind),
-            (Self::Late { .. }, None) => true,
+            (Self::Late { .. } | Self::Away { .. }, None) => true,
             // What HTTP stores give up with after trying again.
             (Self::Store { source, .. }, None) => matches!(source, object_store::Error::Generic { .. }),
             (_, None) => false,
@@ -166,6 +177,7 @@ pub fn passes(kind: ErrorKind) -> bool {
             | ErrorKind::ConnectionRefused
             | ErrorKind::ConnectionReset
             | ErrorKind::ConnectionAborted
+            | ErrorKind::NotConnected
             | ErrorKind::HostUnreachable
             | ErrorKind::NetworkUnreachable
             | ErrorKind::NetworkDown
@@ -209,5 +221,9 @@ mod tests {
             found: "bb".to_owned(),
         };
         assert!(!damaged.may_pass());
+        let (location, reason) = ("/store".to_owned(), "it has no STORE-ID".to_owned());
+        assert!(Error::Away { location, reason }.may_pass());
+        let (location, reason) = ("/store".to_owned(), "its STORE-ID is 1".to_owned());
+        assert!(!Error::Foreign { location, reason }.may_pass());
     }
 }

@@ -11,7 +11,7 @@ use object_store::local::LocalFileSystem;
 use object_store::prefix::PrefixStore;
 use object_store::{BackoffConfig, ClientConfigKey, ObjectStore, RetryConfig};
 
-use crate::identity::foreign;
+use crate::identity::away;
 use crate::{Error, Result};
 
 /// One request, body included, unless the environment says otherwise; a longer transfer is made of several.
@@ -162,7 +162,7 @@ fn local(location: &str, directory: &str, absent: Absent) -> Result<Opened> {
     match absent {
         Absent::Make => std::fs::create_dir_all(directory).map_err(failed)?,
         Absent::Refuse if Path::new(directory).is_dir() => {}
-        Absent::Refuse => return Err(foreign(directory, "there is no such directory")),
+        Absent::Refuse => return Err(away(directory, "there is no such directory")),
     }
     let root = std::fs::canonicalize(Path::new(directory)).map_err(failed)?;
     let store = LocalFileSystem::new_with_prefix(&root)

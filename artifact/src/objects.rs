@@ -10,6 +10,8 @@ use futures::stream::{self, StreamExt, TryStreamExt};
 use object_store::path::Path as Key;
 use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions};
 
+use crate::identity::Known;
+use crate::store::off_the_loop;
 use crate::{Error, Result};
 
 /// A call with a small body, retries included.
@@ -29,6 +31,7 @@ pub struct Objects {
     store: Arc<dyn ObjectStore>,
     location: Arc<str>,
     remedy: &'static str,
+    known: Known,
 }
 
 impl fmt::Debug for Objects {
@@ -38,11 +41,12 @@ impl fmt::Debug for Objects {
 }
 
 impl Objects {
-    pub fn new(store: Arc<dyn ObjectStore>, location: &str, remedy: &'static str) -> Self {
+    pub fn new(store: Arc<dyn ObjectStore>, location: &str, remedy: &'static str, known: Known) -> Self {
         Self {
             store,
             location: location.into(),
             remedy,
+            known,
         }
     }
 
@@ -54,6 +58,28 @@ impl Objects {
         &*self.store
     }
 
+    pub fn known(&self) -> &Known {
+        &self.known
+    }
+
+    /// Sees that the store is still the one it was, where that is known: before anything is written, and where
+    /// something is not found.
+    pub async fn stands(&self, key: &Key) -> Result<()> {
+        let known = self.known.clone();
+        let look = off_the_loop(move || known.check());
+        tokio::time::timeout(SMALL_DEADLINE, look)
+            .await
+            .unwrap_or_else(|_| Err(self.late(key, SMALL_DEADLINE)))
+    }
+
+    fn late(&self, key: &Key, deadline: Duration) -> Error {
+        Error::Late {
+            key: key.to_string(),
+            location: self.location.to_string(),
+            deadline,
+        }
+    }
+
     /// Waits for a call, but not for ever.
     pub async fn within<T>(
         &self,
@@ -63,11 +89,7 @@ impl Objects {
     ) -> Result<T> {
         match tokio::time::timeout(deadline, call).await {
             Ok(answer) => answer.map_err(|source| self.error(key, source)),
-            Err(_) => Err(Error::Late {
-                key: key.to_string(),
-                location: self.location.to_string(),
-                deadline,
-            }),
+            Err(_) => Err(self.late(key, deadline)),
         }
     }
 
@@ -169,6 +191,7 @@ impl Objects {
         if bytes.len() as u64 > PART_BYTES {
             return self.put_in_parts(key, bytes).await;
         }
+        self.stands(key).await?;
         let put = self.store.put(key, bytes.into());
         self.within(key, SMALL_DEADLINE, put).await.map(drop)
     }
@@ -184,6 +207,7 @@ impl Objects {
 
     /// Makes an object where none is. False when there is one already.
     pub async fn create(&self, key: &Key, bytes: Bytes) -> Result<bool> {
+        self.stands(key).await?;
         let options = PutOptions::from(PutMode::Create);
         let put = self.store.put_opts(key, bytes.into(), options);
         match self.within(key, SMALL_DEADLINE, put).await {

@@ -10,6 +10,7 @@ use bytes::Bytes;
 use object_store::path::Path as Key;
 
 use crate::cache::{Cache, Listener, io_error, is_staged, sweep, sweep_staged, unused_path};
+use crate::identity::Known;
 use crate::location::{Absent, Opened};
 use crate::objects::{Objects, PART_BYTES};
 use crate::sealed::{seal, unseal};
@@ -66,18 +67,19 @@ impl ArtifactStore {
     /// is not mounted, and is not made.
     ///
     /// # Errors
-    /// As [`ArtifactStore::open`], and [`Error::Foreign`].
+    /// As [`ArtifactStore::open`], and [`Error::Away`].
     pub fn open_existing(location: &str) -> Result<Self> {
         Self::place(location::open(location, Absent::Refuse)?, &Options::from_env()?)
     }
 
     fn place(opened: Opened, options: &Options) -> Result<Self> {
+        let known = Known::at(opened.root.clone());
         let place = match opened.root {
             Some(root) => Place::Here(root),
             None => Place::Away(Cache::open(options)?),
         };
         Ok(Self {
-            objects: Objects::new(opened.store, &opened.location, opened.remedy),
+            objects: Objects::new(opened.store, &opened.location, opened.remedy, known),
             place,
         })
     }
@@ -109,10 +111,13 @@ impl ArtifactStore {
     /// the store. Nobody else uses the path; one left behind is removed after a day.
     ///
     /// # Errors
-    /// When the directory cannot be made.
+    /// When the directory cannot be made, or the store is not there.
     pub fn scratch_path(&self) -> Result<PathBuf> {
         let directory = match &self.place {
-            Place::Here(root) => root.join("scratch"),
+            Place::Here(root) => {
+                self.objects.known().check()?;
+                root.join("scratch")
+            }
             Place::Away(cache) => cache.scratch(),
         };
         fs::create_dir_all(&directory).map_err(io_error(&directory))?;
@@ -146,8 +151,12 @@ impl ArtifactStore {
         let path = path.to_owned();
         match &self.place {
             Place::Here(root) => {
-                let root = root.clone();
-                off_the_loop(move || take_file(&root, &path)).await
+                let (root, known) = (root.clone(), self.objects.known().clone());
+                off_the_loop(move || {
+                    known.check()?;
+                    take_file(&root, &path)
+                })
+                .await
             }
             Place::Away(cache) => {
                 let name = self.upload(&path).await?;
@@ -220,11 +229,11 @@ impl ArtifactStore {
     /// When the name is malformed, there is no such artifact, or its bytes do not match.
     pub async fn get_bytes(&self, name: &str) -> Result<Bytes> {
         let name = Name::from_str(name)?;
-        let bytes = self
-            .objects
-            .get(&Key::from(name.key()))
-            .await?
-            .ok_or_else(|| self.not_found(&name))?;
+        let key = Key::from(name.key());
+        let Some(bytes) = self.objects.get(&key).await? else {
+            self.objects.stands(&key).await?;
+            return Err(self.not_found(&name));
+        };
         check(&name, &Name::of(&bytes))?;
         Ok(bytes)
     }
@@ -240,9 +249,10 @@ impl ArtifactStore {
             Place::Away(cache) => return cache.file(&self.objects, &name).await,
             Place::Here(root) => root.join(name.key()),
         };
-        let not_found = self.not_found(&name);
+        let (not_found, known) = (self.not_found(&name), self.objects.known().clone());
         off_the_loop(move || {
             if !path.is_file() {
+                known.check()?;
                 return Err(not_found);
             }
             check(&name, &hash_file(&path)?)?;
@@ -345,7 +355,11 @@ impl ArtifactStore {
     /// # Errors
     /// When the store cannot be read.
     pub async fn records(&self, about: &Name) -> Result<Vec<(u64, Bytes)>> {
-        let listed = self.objects.list(&Key::from(format!("records/{about}"))).await?;
+        let room = Key::from(format!("records/{about}"));
+        let listed = self.objects.list(&room).await?;
+        if listed.is_empty() {
+            self.objects.stands(&room).await?;
+        }
         let mut found = Vec::with_capacity(listed.len());
         for meta in listed {
             let Some(attempt) = meta.location.filename().and_then(|name| name.parse().ok()) else {

@@ -24,6 +24,7 @@ pub struct Upload<'a> {
 impl Objects {
     /// Begins to upload an object of about this size.
     pub async fn begin_upload(&self, key: &Key, bytes: u64) -> Result<Upload<'_>> {
+        self.stands(key).await?;
         let upload = self
             .within(key, PART_DEADLINE, self.inner().put_multipart(key))
             .await?;
@@ -122,6 +123,7 @@ mod tests {
     };
 
     use super::*;
+    use crate::identity::Known;
 
     /// A server that takes no part and counts the uploads that are given up.
     #[derive(Debug, Default)]
@@ -210,7 +212,12 @@ mod tests {
         // Failing while it is written, and only at its end.
         for parts in [PARTS_AT_ONCE + 2, 2] {
             let server = Arc::new(Flaky::default());
-            let objects = Objects::new(Arc::clone(&server) as Arc<dyn ObjectStore>, "flaky", "");
+            let objects = Objects::new(
+                Arc::clone(&server) as Arc<dyn ObjectStore>,
+                "flaky",
+                "",
+                Known::at(None),
+            );
             let bytes = vec![0_u8; parts * usize::try_from(PART_BYTES).unwrap()];
             let refused = objects.put(&Key::from("large"), bytes.into()).await;
             assert!(matches!(refused, Err(Error::Store { .. })), "{refused:?}");

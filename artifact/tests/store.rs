@@ -192,7 +192,7 @@ fn a_directory_that_is_not_mounted_is_refused_and_not_made() {
     let path = directory.path().join("mount/point");
     for location in [path.display().to_string(), format!("file://{}", path.display())] {
         let refused = BlockingStore::open_existing(&location).unwrap_err();
-        assert!(matches!(refused, Error::Foreign { .. }), "{refused:?}");
+        assert!(matches!(refused, Error::Away { .. }), "{refused:?}");
         let said = refused.to_string();
         assert!(said.contains(&path.display().to_string()), "{said}");
         assert!(said.contains("mount the coordinator's directory there"), "{said}");
@@ -220,4 +220,66 @@ fn an_empty_directory_or_another_store_is_refused_where_an_id_is_expected() {
         said.contains(&format!("its STORE-ID is {own}, expected 0123")),
         "{said}"
     );
+}
+
+#[test]
+fn a_store_that_has_gone_is_not_made_anew_by_what_is_written_nor_taken_for_an_empty_one() {
+    let directory = tempfile::tempdir().unwrap();
+    let (place, elsewhere) = (directory.path().join("store"), directory.path().join("elsewhere"));
+    let store = BlockingStore::open(place.to_str().unwrap()).unwrap();
+    let own = ArtifactStore::open(&store.location()).unwrap();
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let id = runtime.block_on(own.id_or_new()).unwrap();
+    store.require(&id).unwrap();
+    let about = Name::of(b"a question");
+    let name = store.put_bytes(b"kept".to_vec()).unwrap();
+    store.set_record(&about, 1, b"kept").unwrap();
+    let outside = directory.path().join("file");
+    fs::write(&outside, b"new").unwrap();
+
+    let refused = |store: &BlockingStore| {
+        let area = own.area("coordinator/a");
+        [
+            store.put_bytes(b"new".to_vec()).map(drop),
+            store.put_file(&outside).map(drop),
+            store.scratch_path().map(drop),
+            store.set_record(&about, 2, b"new"),
+            runtime.block_on(area.put("b", b"new")),
+            store.get_bytes(name.as_str()).map(drop),
+            store.get_file(name.as_str()).map(drop),
+            store.records(&about).map(drop),
+            store
+                .again()
+                .and_then(|store| store.put_bytes(b"new".to_vec()))
+                .map(drop),
+        ]
+        .map(|answer| answer.unwrap_err())
+    };
+    fs::rename(&place, &elsewhere).unwrap();
+    for error in refused(&store) {
+        assert!(
+            error.may_pass() && matches!(error, Error::Away { .. }),
+            "{error:?}"
+        );
+    }
+    assert!(!place.exists(), "a directory was made where the store had been");
+    // Where it was mounted there is an empty directory.
+    fs::create_dir(&place).unwrap();
+    for error in refused(&store) {
+        assert!(matches!(error, Error::Away { .. }), "{error:?}");
+    }
+    assert_eq!(fs::read_dir(&place).unwrap().count(), 0);
+    // And another store is not written to.
+    let other = ArtifactStore::open(place.to_str().unwrap()).unwrap();
+    runtime.block_on(other.id_or_new()).unwrap();
+    for error in refused(&store) {
+        assert!(
+            !error.may_pass() && matches!(error, Error::Foreign { .. }),
+            "{error:?}"
+        );
+    }
+    fs::remove_dir_all(&place).unwrap();
+    fs::rename(&elsewhere, &place).unwrap();
+    assert_eq!(store.put_file(&outside).unwrap(), Name::of(b"new"));
+    assert_eq!(store.records(&about).unwrap().len(), 1);
 }

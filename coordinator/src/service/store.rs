@@ -81,7 +81,7 @@ pub(super) async fn identify(options: &CoordinatorOptions, store: &ArtifactStore
 
 fn refused(error: &espalier_artifact::Error, data_dir: &Path) -> Error {
     let remedy = match error {
-        espalier_artifact::Error::Foreign { .. } => format!(
+        espalier_artifact::Error::Foreign { .. } | espalier_artifact::Error::Away { .. } => format!(
             "; to take the store that is there in place of the one before, remove {}",
             remains::store_id_path(data_dir).display()
         ),

@@ -179,7 +179,7 @@ impl<'a, 'b> Checkpoints<'a, 'b> {
             Some(_) => {
                 let path = self.context.store.scratch_path()?;
                 let writing = trainer.save_beside(path.clone())?;
-                let store = self.context.store.location();
+                let store = self.context.store.again()?;
                 let thread = std::thread::Builder::new().name("share".to_owned());
                 let thread = thread.spawn(move || take_in(&store, writing, path));
                 let thread = thread.map_err(|error| Error::Child {
@@ -274,11 +274,11 @@ impl Begun {
 }
 
 /// Takes a file in as an artifact once it is written. On an error nothing stays.
-fn take_in(store: &str, writing: Writing, path: PathBuf) -> Result<ArtifactId> {
+fn take_in(store: &BlockingStore, writing: Writing, path: PathBuf) -> Result<ArtifactId> {
     let stored = writing
         .finish()
         .map_err(Error::from)
-        .and_then(|_| Ok(BlockingStore::open_existing(store)?.put_file(&path)?));
+        .and_then(|_| Ok(store.put_file(&path)?));
     if stored.is_err() {
         // The error that matters is the one above.
         let _ = std::fs::remove_file(&path);
