@@ -2,7 +2,7 @@
 
 mod summary;
 
-use espalier_arch::Architecture;
+use espalier_arch::{Architecture, Variant};
 use espalier_proto::task::{
     ArtifactId, Evaluate, Export, Exported, Ingested, MeasuredPair, ParentRef, Profiled, Quality, Recipe,
     Recover, Recovered, Student, TaskOutput, TaskSpec, Verify,
@@ -13,6 +13,7 @@ use super::fit::{Accepted, Fitted};
 use super::outcome::LimitReport;
 use super::tasks::{offer, task};
 use super::{Decision, MOST_NOISY, Plan, PlanError, PlannedStage, PlannedTask, Results, Stage, Winner};
+use crate::spec::JobSpec;
 
 /// Alternations of the last measurement.
 const VERIFY_REPEATS: usize = 9;
@@ -35,7 +36,7 @@ pub(super) fn advance(
     };
     let trains = tail.recovery_tokens() > 0;
     if trains {
-        offer(plan, context.results, Stage::Recover, || Ok(tail.recover()))?;
+        offer(plan, context.results, Stage::Recover, || tail.recover())?;
     }
     let recovered = tail.recovered()?;
     if trains && recovered.is_empty() {
@@ -61,6 +62,19 @@ pub(super) fn advance(
         ));
     }
     Ok(())
+}
+
+/// Refuses more pipeline stages than a model that is to be cut into them has blocks.
+pub(super) fn refuse_stages(spec: &JobSpec, whose: &str, blocks: usize) -> Result<(), PlanError> {
+    let stages = spec.recovery.pipeline_stages;
+    let fit = stages == 1 || usize::try_from(stages).is_ok_and(|stages| stages <= blocks);
+    if spec.budget.recovery_tokens == 0 || fit {
+        return Ok(());
+    }
+    Err(PlanError::Invalid(format!(
+        "recovery.pipeline_stages: found {stages}, expected at most {blocks}, the blocks of {whose}: a stage needs one of \
+         its own"
+    )))
 }
 
 /// The parent's quality, and each strategy's before and after.
@@ -89,7 +103,16 @@ impl<'a> Tail<'a> {
     }
 
     /// One task a strategy, all with the same tokens in the same order.
-    fn recover(&self) -> Vec<PlannedTask> {
+    fn recover(&self) -> Result<Vec<PlannedTask>, PlanError> {
+        for accepted in self.accepted {
+            let variants = &accepted.chosen.candidate.variants;
+            let kept = variants
+                .iter()
+                .filter(|variant| **variant != Variant::Skip)
+                .count();
+            let whose = format!("the {} choice", accepted.chosen.strategy);
+            refuse_stages(self.context.spec, &whose, kept)?;
+        }
         let recovery = &self.context.spec.recovery;
         let recipe = Recipe {
             tokens: self.recovery_tokens(),
@@ -115,7 +138,7 @@ impl<'a> Tail<'a> {
             };
             task(accepted.chosen.strategy.to_string(), TaskSpec::Recover(recover))
         });
-        each.collect()
+        Ok(each.collect())
     }
 
     /// One for each strategy, or none at all.

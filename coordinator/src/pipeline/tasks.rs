@@ -30,6 +30,7 @@ pub(super) fn plan(spec: &JobSpec, results: &Results) -> Result<Plan, PlanError>
     };
     if !results.planned(Stage::Calibrate) {
         refuse_unservable(&context, &ingested.architecture)?;
+        finish::refuse_stages(spec, "the parent", ingested.architecture.blocks.len())?;
         refuse_uncountable(&context, &ingested.architecture)?;
     }
     match context.imported()? {

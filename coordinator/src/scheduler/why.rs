@@ -92,7 +92,10 @@ impl State {
             // A gang waits for workers that are away for a moment rather than form without them.
             let with_absent = count(&mut able.iter().copied().filter(|worker| worker.is_usable()));
             return match class.ranks_of(with_absent) {
-                None => format!("waits for {wanted}: there are {in_all}"),
+                None => {
+                    let least = wanted_together(class, class.rank_multiple);
+                    format!("waits for {least}: there are {with_absent}, and a worker with more has to join")
+                }
                 Some(ranks) if ranks > in_all => format!("waits for {wanted}: there are {in_all}"),
                 Some(ranks) => {
                     let wanted = wanted_together(class, ranks);

@@ -304,14 +304,24 @@ fn check_words(path: &str, schema: &Value, value: &Value) -> Result<(), SpecErro
 }
 
 fn check_range(path: &str, schema: &Value, value: &Value) -> Result<(), SpecError> {
+    let Some(found) = value.as_f64() else {
+        return Ok(());
+    };
     let minimum = schema.get("minimum").and_then(Value::as_f64);
-    match (minimum, value.as_f64()) {
-        (Some(minimum), Some(found)) if found < minimum => Err(SpecError::new(
-            path,
-            format!("found {value}, expected at least {minimum}"),
-        )),
-        _ => Ok(()),
-    }
+    // The schema says the width of a whole number in place of its largest value.
+    let is_narrow = schema.get("format").and_then(Value::as_str) == Some("uint32");
+    let maximum = is_narrow.then_some(u32::MAX);
+    let expected = if let Some(minimum) = minimum.filter(|minimum| found < *minimum) {
+        format!("at least {minimum}")
+    } else if let Some(maximum) = maximum.filter(|maximum| found > f64::from(*maximum)) {
+        format!("at most {maximum}")
+    } else {
+        return Ok(());
+    };
+    Err(SpecError::new(
+        path,
+        format!("found {value}, expected {expected}"),
+    ))
 }
 
 fn words(schema: &Value) -> Option<Vec<&str>> {

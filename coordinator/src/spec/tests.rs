@@ -156,6 +156,10 @@ fn impossible_values_are_refused_with_what_would_be_right() {
             "recovery.ranks: found 0, expected at least 1",
         ),
         (
+            "recovery: {ranks: 99999999999}",
+            "recovery.ranks: found 99999999999, expected at most 4294967295",
+        ),
+        (
             "recovery: {ranks: 3, pipeline_stages: 2}",
             "recovery.ranks: found 3, expected a multiple of recovery.pipeline_stages (2)",
         ),

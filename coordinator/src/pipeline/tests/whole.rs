@@ -87,6 +87,28 @@ fn a_limit_on_memory_that_nothing_meets_is_refused_before_anything_is_measured()
 }
 
 #[test]
+fn more_stages_than_blocks_are_refused_before_anything_is_measured() {
+    let mut asked = spec(r#"{"latency": "75%"}"#, BOTH);
+    (asked.recovery.ranks, asked.recovery.pipeline_stages) = (9, 9);
+    let mut world = World::default();
+    let error = world.run(&asked).unwrap_err().to_string();
+    assert!(
+        error.starts_with("recovery.pipeline_stages: found 9, expected at most 8, the blocks of the parent"),
+        "{error}"
+    );
+    assert_eq!(world.log, [Stage::Ingest]);
+    asked.budget.recovery_tokens = 0;
+    World::default().run(&asked).expect("nothing is cut into stages");
+    // As many as the parent has blocks, of which the choices keep fewer.
+    let mut asked = spec(r#"{"latency": "40%"}"#, BOTH);
+    (asked.recovery.ranks, asked.recovery.pipeline_stages) = (8, 8);
+    let mut world = World::default();
+    let error = world.run(&asked).unwrap_err().to_string();
+    assert!(error.contains("choice: a stage needs one of its own"), "{error}");
+    assert!(!world.log.contains(&Stage::Recover));
+}
+
+#[test]
 fn without_recovery_tokens_the_untrained_choice_is_exported() {
     let mut job = spec(r#"{"latency": "75%"}"#, BOTH);
     job.budget.recovery_tokens = 0;

@@ -20,7 +20,8 @@ fn a_cluster_with_fewer_devices_forms_a_smaller_gang_of_the_right_multiple() {
         let (job, work) = pairs(&mut world);
         assert_eq!(work.len(), expected, "{devices} devices");
         if expected == 0 {
-            assert_eq!(world.why(job), "waits for 4 cpu devices: there are 1");
+            let why = "waits for 2 cpu devices: there are 1, and a worker with more has to join";
+            assert_eq!(world.why(job), why);
             continue;
         }
         let place = world.state.attempt(work[0].1.attempt).unwrap().place.unwrap();
