@@ -31,7 +31,7 @@ pub use command::{Command, Introduction, Now, Rejection, StagePlan, TaskPlan};
 pub use decide::decide;
 pub use effect::{Effect, effects, resume};
 pub use event::{Event, RankRecord, StageRecord, TaskRecord};
-pub use ids::{AttemptId, Epoch, JobId, Lease, Name, Payload, TaskId, Term, WorkerId};
+pub use ids::{AttemptId, Epoch, JobId, Lease, Name, Payload, TaskId, Term, Token, WorkerId};
 pub use invariants::{check, check_touched};
 pub use job::{Ended, Job, JobPhase, Pause, Retry, Stage, Summary};
 pub use retry::{Budget, Failures, hand_back_pause, retry_pause};

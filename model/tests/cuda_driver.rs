@@ -14,13 +14,14 @@ use espalier_model::ops::cuda::{CudaDevice, Options, discover};
 /// As much of the driver as opening a device needs; the environment says how it answers.
 const FALSE_DRIVER: &str = include_str!("false_driver/cuda.c");
 
-fn build_false_driver(directory: &Path) -> bool {
+fn build_false_driver(directory: &Path, macros: &[&str]) -> bool {
     let source = directory.join("driver.c");
     std::fs::write(&source, FALSE_DRIVER).unwrap();
     let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
     let built = Command::new(&compiler)
         .args(["-shared", "-fPIC", "-o"])
         .arg(directory.join("libcuda.so.1"))
+        .args(macros)
         .arg(&source)
         .status();
     match built {
@@ -70,7 +71,8 @@ fn opens_the_first_device() {
 /// What the child above says on a false driver with these settings; none where none can be built.
 fn refused(settings: &[(&str, &str)]) -> Option<String> {
     let directory = tempfile::tempdir().unwrap();
-    build_false_driver(directory.path()).then(|| run("opens_the_first_device", directory.path(), settings))
+    build_false_driver(directory.path(), &[])
+        .then(|| run("opens_the_first_device", directory.path(), settings))
 }
 
 #[test]
@@ -95,6 +97,38 @@ fn a_driver_too_old_is_named_with_what_is_needed() {
     let sentence = "the NVIDIA driver supports CUDA 12.8, and 13.0 is needed: update the driver";
     assert!(said.contains(&format!("refused: {sentence}\n")), "{said}");
     assert!(said.contains(&format!("discovered: {sentence}\n")), "{said}");
+}
+
+#[test]
+fn a_driver_that_is_damaged_is_named_with_what_is_wrong_with_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("libcuda.so.1");
+    std::fs::write(&file, "no library").unwrap();
+    // By the name that is tried first as well, so that a real one is not.
+    std::fs::copy(&file, directory.path().join("libcuda.so")).unwrap();
+    let said = run("opens_the_first_device", directory.path(), &[]);
+    let place = directory.path().display();
+    for begins in ["discovered", "refused"] {
+        let sentence = format!("{begins}: the NVIDIA driver cannot be used: {place}/libcuda.so: ");
+        assert!(said.contains(&sentence), "{said}");
+    }
+    std::fs::remove_file(directory.path().join("libcuda.so")).unwrap();
+    std::fs::remove_file(&file).unwrap();
+    if !build_false_driver(directory.path(), &["-DFALSE_IS_DAMAGED"]) {
+        return;
+    }
+    std::fs::copy(&file, directory.path().join("libcuda.so")).unwrap();
+    let said = run(
+        "opens_the_first_device",
+        directory.path(),
+        &[("FALSE_VERSION", "13000")],
+    );
+    let sentence = format!("refused: the NVIDIA driver cannot be used: {place}/libcuda.so");
+    assert!(said.contains(&sentence), "{said}");
+    assert!(
+        said.contains(" has no function cuCtxGetStreamPriorityRange: install it again"),
+        "{said}"
+    );
 }
 
 #[test]

@@ -386,9 +386,8 @@ fn a_recording() {
     for error in refused {
         assert!(matches!(error, Some(Error::Recording { .. })), "{error:?}");
     }
-    let panics = std::panic::AssertUnwindSafe(|| {
-        device.record(|| -> Result<(), Error> { panic!("work that goes wrong") })
-    });
+    let panics =
+        std::panic::AssertUnwindSafe(|| device.record(|| -> Result<()> { panic!("work that goes wrong") }));
     assert!(std::panic::catch_unwind(panics).is_err());
     device.record(|| Ok::<_, Error>(())).unwrap();
     // What failed to be recorded is over: the thread's work runs again.

@@ -238,7 +238,12 @@ fn alone() {
         let all = rank.gang.communicator(&[0, 1])?;
         all.all_reduce(rank.tensor(&[1.0], 1)?)?.wait()?;
         if rank.gang.rank() == 0 {
-            all.all_reduce(rank.tensor(&[1.0], 1)?)?.wait()?;
+            let call = all.all_reduce(rank.tensor(&[1.0], 1)?)?;
+            while !rank.mesh.is_waiting() {
+                rank.mesh.check()?;
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            call.wait()?;
         }
         while begun.elapsed() < PATIENT / 2 {
             all.check()?;

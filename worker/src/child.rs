@@ -171,23 +171,24 @@ impl Child {
 
     fn attempt(&mut self, order: &Order) -> Result<Reply> {
         let attempt = order.attempt;
+        if let Some(place) = &order.gang {
+            rank::require_alone(place, &order.spec)?;
+        }
+        // Before a rank says that it is ready, as they may be slow or fail: once all are released they wait for it.
+        let backend = match order.spec.engine() {
+            Engine::Builtin => self.backend()?,
+            Engine::Vllm { .. } => self.backend_beside_vllm()?,
+        };
+        self.open(&order.artifact_store, &order.artifact_store_id, backend.pulse())?;
         let released = match &order.gang {
             None => None,
             Some(place) => {
-                rank::require_alone(place, &order.spec)?;
-                // Slow where it is a GPU: once the ranks are released they wait for each other.
-                self.backend()?;
                 let released = rank::stand_ready(place, attempt, &self.requests, &self.stops, |address| {
                     reply(&self.output, &Reply::Prepared { attempt, address });
                 })?;
                 Some((place, released))
             }
         };
-        let backend = match order.spec.engine() {
-            Engine::Builtin => self.backend()?,
-            Engine::Vllm { .. } => self.backend_beside_vllm()?,
-        };
-        self.open(&order.artifact_store, &order.artifact_store_id, backend.pulse())?;
         let Some((_, store)) = &self.store else {
             let failure = Failure {
                 kind: FailureKind::Error,
@@ -208,7 +209,9 @@ impl Child {
         .with_attempt(attempt)
         .with_gang(member.as_ref().map(|member| Arc::clone(&member.gang)));
         let sink = Arc::clone(&self.output);
-        let _alive = Alive::watch(backend.pulse(), alive::INTERVAL, move || {
+        let waits = member.as_ref().map(Member::waits);
+        let waits = move || waits.as_ref().is_some_and(|waits| waits());
+        let _alive = Alive::watch(backend.pulse(), waits, alive::INTERVAL, move || {
             reply(&sink, &Reply::Alive { attempt });
         })?;
         let output = match execute(&context, &mut self.caches, &order.spec) {

@@ -98,7 +98,7 @@ async fn a_store_that_is_not_mounted_is_refused_and_what_was_put_beside_it_is_no
     device.store_id = "0123".to_owned();
     device.run(1, &long_profile(), None).await;
     let absent = device.failure(1).await;
-    assert_eq!(absent.kind, FailureKind::Error, "another worker may do it");
+    assert_eq!(absent.kind, FailureKind::Storage, "it may be mounted again");
     assert!(
         absent.message.contains("there is no such directory"),
         "{absent:?}"
@@ -119,6 +119,7 @@ async fn a_store_that_is_not_mounted_is_refused_and_what_was_put_beside_it_is_no
     std::fs::rename(path.join("STORE-ID"), directory.path().join("elsewhere")).unwrap();
     let unmounted = device.failure(3).await;
     assert!(unmounted.message.contains("it has no STORE-ID"), "{unmounted:?}");
+    assert_eq!(unmounted.kind, FailureKind::Storage);
     std::fs::rename(directory.path().join("elsewhere"), path.join("STORE-ID")).unwrap();
     device.run(4, &long_profile(), None).await;
     let (ended, log) = device.until_it_ends(4).await;
@@ -153,6 +154,12 @@ async fn a_rank_refuses_what_it_cannot_do_and_stands_ready_until_its_generation_
         Ended::Stopped,
         "a generation that ends is a stop like any other"
     );
+
+    // Nobody releases it: it fails before it would wait for that.
+    device.store_id = "0123".to_owned();
+    device.run(3, &shared_recovery(), Some(gang)).await;
+    let failure = device.failure(3).await;
+    assert_eq!(failure.kind, FailureKind::Storage, "{failure:?}");
     device.stop().await;
 }
 

@@ -71,7 +71,7 @@ pub fn apply(state: &mut State, event: &Event) {
             task,
             address,
         } => gang::prepared(state, *attempt, *task, address),
-        Event::GangReleased { task, .. } => gang::released(state, *task),
+        Event::GangReleased { task, token, .. } => gang::released(state, *task, token),
         Event::TaskWentOn { task, done, .. } => attempt::went_on(state, *task, *done),
         Event::GangLate { task, retry, .. } => gang::late(state, *task, *retry),
         Event::RankCompleted {

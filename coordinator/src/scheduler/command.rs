@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use espalier_proto::task::Failure;
 
-use super::{DeviceInfo, Epoch, JobId, Lease, Needs, Payload, TaskId, Term, WorkerId};
+use super::{DeviceInfo, Epoch, JobId, Lease, Needs, Payload, TaskId, Term, Token, WorkerId};
 
 /// The time a decision is made at. Wall clock, for display only: no decision hangs on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -221,6 +221,8 @@ pub enum Command {
         lease: Lease,
         /// Where the other ranks reach it: `host:port`.
         address: String,
+        /// Never used before: the gang's, if this is the last of its ranks.
+        token: Token,
     },
     /// A gang has not become ready for too long.
     GangLate {

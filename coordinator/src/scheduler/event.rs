@@ -6,7 +6,7 @@
 use espalier_proto::task::Failure;
 use serde::{Deserialize, Serialize};
 
-use super::{AttemptId, DeviceInfo, Epoch, JobId, Name, Needs, Payload, TaskId, Term, WorkerId};
+use super::{AttemptId, DeviceInfo, Epoch, JobId, Name, Needs, Payload, TaskId, Term, Token, WorkerId};
 
 /// A stage as it was planned.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -211,6 +211,8 @@ pub enum Event {
         task: TaskId,
         generation: u64,
         addresses: Vec<String>,
+        #[serde(default)]
+        token: Token,
         #[serde(default)]
         at: i64,
     },

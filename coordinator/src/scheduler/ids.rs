@@ -188,3 +188,33 @@ impl From<Payload> for String {
         payload.0.as_ref().to_owned()
     }
 }
+
+/// What only the ranks of one formation of a gang know, by which they tell each other from strangers. Kept in the journal,
+/// so that a rank that is told again is told the same, and shown nowhere.
+#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Token(String);
+
+impl Token {
+    /// The text that ranks are told.
+    pub fn reveal(&self) -> &str {
+        &self.0
+    }
+
+    /// Of a gang that a build before tokens released.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+impl From<u128> for Token {
+    fn from(bits: u128) -> Self {
+        Self(format!("{bits:032x}"))
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("Token")
+    }
+}

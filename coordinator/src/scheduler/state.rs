@@ -9,8 +9,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::index::{Class, Index, Turn};
 use super::{
-    Attempt, AttemptId, Job, JobId, Lease, Name, Stage, Summary, Task, TaskId, TaskPhase, Term, Worker,
-    WorkerId,
+    Attempt, AttemptId, Job, JobId, Lease, Name, Stage, Summary, Task, TaskId, TaskPhase, Term, Token,
+    Worker, WorkerId,
 };
 
 /// Jobs, tasks, attempts and workers.
@@ -55,8 +55,8 @@ impl<'de> Deserialize<'de> for State {
 /// What every rank of a gang is told when it begins.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Release {
-    /// Names the communicator: a fresh one for every generation.
-    pub communicator: String,
+    /// Names the communicator, a fresh one for every generation, and is known to its ranks alone.
+    pub communicator: Token,
     /// Addresses of all ranks, in their order.
     pub addresses: Vec<String>,
 }
@@ -184,7 +184,7 @@ impl State {
         let held = self.attempts.get(&attempt).filter(|held| !held.cancelled)?;
         let gang = self.task(held.task)?.gang().filter(|gang| gang.released)?;
         Some(Release {
-            communicator: format!("task-{}-{}", held.task, gang.generation),
+            communicator: gang.token.clone(),
             addresses: gang.addresses()?,
         })
     }

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{AttemptId, Failures, JobId, Lease, Name, Payload, TaskId, WorkerId};
+use super::{AttemptId, Failures, JobId, Lease, Name, Payload, TaskId, Token, WorkerId};
 
 /// What a task needs to run on.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -222,6 +222,9 @@ pub struct Gang {
     pub ranks: Vec<Rank>,
     /// Whether every rank was told to begin.
     pub released: bool,
+    /// What they were told then.
+    #[serde(default, skip_serializing_if = "Token::is_empty")]
+    pub token: Token,
     /// Whether a rank ended badly: the others are being stopped, then the task waits again.
     pub ending: bool,
     /// What rank 0 gave, once it has ended well.

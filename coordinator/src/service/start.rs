@@ -16,7 +16,7 @@ use super::inbox::Inbox;
 use super::owner::{Owner, Request};
 use super::room::Room;
 use super::serve::{Shown, serve};
-use super::surroundings::{BlockingThreads, Clock, Surroundings, SystemClock};
+use super::surroundings::{BlockingThreads, Clock, Surroundings, SystemClock, SystemSecrets};
 use super::turns::{run, tick};
 use super::{CoordinatorOptions, Handle, PipelinePlanner, Planner, store};
 use crate::collect::{self, Collector};
@@ -220,10 +220,16 @@ async fn make_ready(
         tasks: shown.tasks.clone(),
         requests: requests.downgrade(),
     };
+    let secrets = SystemSecrets::new().map_err(|source| Error::File {
+        action: "read",
+        path: "/dev/urandom".into(),
+        source,
+    })?;
     let surroundings = Surroundings {
         clock: Arc::clone(&clock) as Arc<dyn Clock>,
         beside: Arc::new(beside),
         disk: Arc::clone(&base.disk),
+        secrets: Arc::new(secrets),
         tables: tables.clone(),
         store: store.location(),
         store_id: store::identify(options, &store).await?,

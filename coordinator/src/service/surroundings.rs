@@ -3,7 +3,10 @@
 //! The loop asks no other clock, starts no thread and no task, so that the same code runs under a virtual
 //! clock.
 
+use std::fs::File;
+use std::io::Read;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tokio::runtime;
@@ -21,6 +24,12 @@ pub trait Clock: Send + Sync + 'static {
     fn elapsed(&self) -> Duration;
     /// Wall clock, milliseconds since 1970. For display only: it may jump.
     fn unix_ms(&self) -> i64;
+}
+
+/// Draws what nobody can guess; in the simulation, what follows from its seed.
+pub trait Secrets: Send + Sync + 'static {
+    /// 128 bits, others each time.
+    fn draw(&self) -> u128;
 }
 
 /// Slow work, and what it answers.
@@ -47,6 +56,8 @@ pub struct Surroundings {
     pub beside: Arc<dyn Beside>,
     /// Where its journal lies.
     pub disk: Arc<dyn Disk>,
+    /// Where its secrets come from.
+    pub secrets: Arc<dyn Secrets>,
     /// What is known beside the state; asked beside the loop only.
     pub tables: Tables,
     /// URL of the artifact store, as workers are told.
@@ -91,6 +102,42 @@ impl Clock for SystemClock {
     }
 }
 
+/// Secrets of the system's: a hash of a count, under a key that the system drew.
+pub struct SystemSecrets {
+    key: [u8; 32],
+    count: AtomicU64,
+}
+
+impl SystemSecrets {
+    /// Has the system draw the key.
+    ///
+    /// # Errors
+    /// When it cannot be asked.
+    pub fn new() -> std::io::Result<Self> {
+        let mut key = [0; 32];
+        File::open("/dev/urandom")?.read_exact(&mut key)?;
+        Ok(Self {
+            key,
+            count: AtomicU64::new(0),
+        })
+    }
+}
+
+impl std::fmt::Debug for SystemSecrets {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("SystemSecrets")
+    }
+}
+
+impl Secrets for SystemSecrets {
+    fn draw(&self) -> u128 {
+        let count = self.count.fetch_add(1, Ordering::Relaxed);
+        let hash = blake3::keyed_hash(&self.key, &count.to_le_bytes());
+        let bits = hash.as_bytes().first_chunk::<16>().copied();
+        u128::from_le_bytes(bits.unwrap_or_default())
+    }
+}
+
 /// Blocking threads of a runtime, whose answers go into the loop's inbox.
 #[derive(Debug)]
 pub struct BlockingThreads {
@@ -115,5 +162,23 @@ impl Beside for BlockingThreads {
             },
             &self.runtime,
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::collections::BTreeSet;
+
+    use super::{Secrets, SystemSecrets};
+
+    #[test]
+    fn secrets_are_others_each_time_and_in_each_process() {
+        let (one, other) = (SystemSecrets::new().unwrap(), SystemSecrets::new().unwrap());
+        let drawn: BTreeSet<u128> = (0..100).flat_map(|_| [one.draw(), other.draw()]).collect();
+        assert_eq!(drawn.len(), 200);
+        // Each bit is drawn: that one is the same in all of them has a chance of 2^-192.
+        assert_eq!(drawn.iter().fold(0, |all, one| all | one), u128::MAX);
+        assert_eq!(drawn.iter().fold(u128::MAX, |all, one| all & one), 0);
     }
 }

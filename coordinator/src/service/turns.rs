@@ -70,7 +70,7 @@ mod tests {
 
     use super::*;
     use crate::journal::disk::SystemDisk;
-    use crate::service::surroundings::{Beside, Surroundings, SystemClock, Work};
+    use crate::service::surroundings::{Beside, Surroundings, SystemClock, SystemSecrets, Work};
     use crate::service::{CoordinatorOptions, PipelinePlanner};
     use crate::tables::Tables;
 
@@ -87,6 +87,7 @@ mod tests {
             clock: Arc::new(SystemClock::default()),
             beside: Arc::new(Never),
             disk: Arc::new(SystemDisk),
+            secrets: Arc::new(SystemSecrets::new().unwrap()),
             tables: Tables::default(),
             store: String::new(),
             store_id: String::new(),

@@ -13,7 +13,7 @@ use super::claims::{Claim, Claimant, Claims, Plan, plan};
 use crate::journal::tests::faulty::FaultyDisk;
 use crate::scheduler::Term;
 use crate::service::owner::Owner;
-use crate::service::surroundings::{Beside, Surroundings, SystemClock, Work};
+use crate::service::surroundings::{Beside, Surroundings, SystemClock, SystemSecrets, Work};
 use crate::service::{CoordinatorOptions, PipelinePlanner};
 use crate::tables::Tables;
 
@@ -275,6 +275,7 @@ fn no_term_is_claimed_before_the_disk_is_known_to_have_room() {
             clock: Arc::new(SystemClock::default()),
             beside: Arc::new(Idle),
             disk: Arc::new(disk.clone()),
+            secrets: Arc::new(SystemSecrets::new().unwrap()),
             tables: Tables::default(),
             store: String::new(),
             store_id: String::new(),

@@ -14,7 +14,7 @@ use espalier_coordinator::service::Planner;
 use espalier_coordinator::service::owner::{
     Greeting, JobOrder, Owner, Query, Report, Request, Submission, WorkerHandle,
 };
-use espalier_coordinator::service::surroundings::{Beside, Clock, Surroundings, Work};
+use espalier_coordinator::service::surroundings::{Beside, Clock, Surroundings, SystemSecrets, Work};
 use espalier_coordinator::tables::Tables;
 use espalier_coordinator::term::{Fence, Standing};
 use espalier_coordinator::{CoordinatorOptions, Result as OwnResult};
@@ -171,6 +171,7 @@ impl Bench {
             clock: Arc::new(world.clone()),
             beside: Arc::new(world.clone()),
             disk: Arc::new(disk.clone()),
+            secrets: Arc::new(SystemSecrets::new().unwrap()),
             tables: tables.clone(),
             store: "file:///nowhere".to_owned(),
             store_id: String::new(),

@@ -27,6 +27,7 @@ pub(super) mod tests;
 
 use std::fmt::{self, Debug};
 use std::net::TcpListener;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -93,6 +94,21 @@ pub struct Mesh {
     exchanging: Mutex<()>,
     /// Ends the watch when it is dropped.
     watch: Mutex<Option<SyncSender<()>>>,
+}
+
+/// A wait for other ranks.
+pub(super) struct Waiting(Arc<Shared>);
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.0.waiting.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+impl Debug for Waiting {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("Waiting")
+    }
 }
 
 #[derive(Default)]
@@ -176,6 +192,18 @@ impl Mesh {
         &self.shared.options
     }
 
+    /// Whether this rank waits for what others do, which all live: it does nothing, and nothing is wrong with it. Every
+    /// such wait ends, with an error at the deadline of its call.
+    pub fn is_waiting(&self) -> bool {
+        self.shared.waiting.load(Ordering::Acquire) > 0 && !self.shared.is_broken()
+    }
+
+    /// Counts a wait for others until it is dropped.
+    pub(super) fn waiting(&self) -> Waiting {
+        self.shared.waiting.fetch_add(1, Ordering::AcqRel);
+        Waiting(self.shared.clone())
+    }
+
     /// An error once the mesh is broken.
     ///
     /// # Errors
@@ -213,6 +241,7 @@ impl Mesh {
             });
         }
         let _exchanging = self.exchanging.lock().unwrap_or_else(PoisonError::into_inner);
+        let _waiting = self.waiting();
         // A rank that goes without an answer does not do the next thing either: the others must not wait for it.
         self.exchanged(bytes)
             .inspect_err(|error| self.give_up(error.clone()))

@@ -25,3 +25,17 @@ int cuMemGetInfo_v2(size_t *free, size_t *total) {
     return 0;
 }
 int cuStreamCreate(void **stream, unsigned flags) { return 999; }
+/* Never called: opening ends before. */
+#ifndef FALSE_IS_DAMAGED
+#define UNUSED(name) int name(void) { return 999; }
+UNUSED(cuCtxGetStreamPriorityRange) UNUSED(cuEventCreate) UNUSED(cuEventDestroy_v2)
+UNUSED(cuEventElapsedTime_v2) UNUSED(cuEventQuery) UNUSED(cuEventRecord)
+UNUSED(cuFuncSetAttribute) UNUSED(cuGraphDestroy) UNUSED(cuGraphExecDestroy)
+UNUSED(cuGraphInstantiateWithFlags) UNUSED(cuGraphLaunch) UNUSED(cuLaunchKernel)
+UNUSED(cuLaunchKernelEx) UNUSED(cuMemAlloc_v2) UNUSED(cuMemFreeHost)
+UNUSED(cuMemFree_v2) UNUSED(cuMemHostAlloc) UNUSED(cuMemcpyDtoHAsync_v2)
+UNUSED(cuMemcpyHtoDAsync_v2) UNUSED(cuModuleGetFunction) UNUSED(cuModuleLoadData)
+UNUSED(cuModuleUnload) UNUSED(cuStreamBeginCapture_v2) UNUSED(cuStreamCreateWithPriority)
+UNUSED(cuStreamDestroy_v2) UNUSED(cuStreamEndCapture) UNUSED(cuStreamIsCapturing)
+UNUSED(cuStreamWaitEvent)
+#endif

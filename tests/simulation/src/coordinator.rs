@@ -8,12 +8,13 @@ mod answers;
 mod turn;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use espalier_coordinator::CoordinatorOptions;
 use espalier_coordinator::service::owner::{Owner, Request, WorkerHandle};
-use espalier_coordinator::service::surroundings::{Beside, Clock, Surroundings, Work};
+use espalier_coordinator::service::surroundings::{Beside, Clock, Secrets, Surroundings, Work};
 use espalier_coordinator::tables::Tables;
 use espalier_coordinator::term::{Fence, OwnDirectory};
 use espalier_proto::v1::{self, HeartbeatResponse};
@@ -147,6 +148,16 @@ impl Beside for VirtualBeside {
     }
 }
 
+/// Secrets that are none: a seed is a run.
+#[derive(Debug, Default)]
+struct Numbered(AtomicU64);
+
+impl Secrets for Numbered {
+    fn draw(&self) -> u128 {
+        self.0.fetch_add(1, Ordering::Relaxed).into()
+    }
+}
+
 impl CoordinatorMachine {
     /// A machine with an empty disk.
     pub fn new(seed: u64, number: usize) -> Self {
@@ -184,6 +195,7 @@ impl World {
             clock: Arc::clone(&known.clock) as Arc<dyn Clock>,
             beside: Arc::clone(&beside) as Arc<dyn Beside>,
             disk: Arc::new(known.disk.clone()),
+            secrets: Arc::new(Numbered::default()),
             tables: Tables::default(),
             store: "mem://artifacts".to_owned(),
             store_id: String::new(),

@@ -1,6 +1,7 @@
-//! Says that an attempt is alive while it tells no progress: its pulse beats, or the process moves bytes (weights
-//! are read, a checkpoint is written, an artifact travels). Which of it does not matter; a child that does
-//! neither is hung.
+//! Says that an attempt is alive while it tells no progress: its pulse beats, or the process moves bytes of files
+//! (weights are read, a checkpoint is written), or it waits for other ranks, which may be slower; that they live is
+//! their gang's affair, and how long it waits has a deadline there. Which of it does not matter; a child that does
+//! none of it is hung.
 
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
@@ -27,14 +28,20 @@ impl Alive {
     ///
     /// # Errors
     /// When no thread can be started.
-    pub(super) fn watch(pulse: Pulse, interval: Duration, say: impl Fn() + Send + 'static) -> Result<Self> {
-        Self::over(interval, move || pulse.beats(), moved_bytes, say)
+    pub(super) fn watch(
+        pulse: Pulse,
+        waits: impl Fn() -> bool + Send + 'static,
+        interval: Duration,
+        say: impl Fn() + Send + 'static,
+    ) -> Result<Self> {
+        Self::over(interval, move || pulse.beats(), moved_bytes, waits, say)
     }
 
     fn over(
         interval: Duration,
         beats: impl Fn() -> u64 + Send + 'static,
         moved: impl Fn() -> u64 + Send + 'static,
+        waits: impl Fn() -> bool + Send + 'static,
         say: impl Fn() + Send + 'static,
     ) -> Result<Self> {
         let (over, ended) = sync_channel::<()>(1);
@@ -42,7 +49,7 @@ impl Alive {
             let mut before = (beats(), moved());
             while ended.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
                 let now = (beats(), moved());
-                if now.0 != before.0 || now.1.saturating_sub(before.1) >= MOVED_BYTES {
+                if now.0 != before.0 || now.1.saturating_sub(before.1) >= MOVED_BYTES || waits() {
                     before = now;
                     say();
                 }
@@ -70,8 +77,8 @@ impl Drop for Alive {
     }
 }
 
-/// Bytes that this process has read and written, from files and sockets; always 0 where the system keeps no
-/// such account.
+/// Bytes that this process has read and written by `read` and `write`, which sockets' `recv` and `send` are not; always 0
+/// where the system keeps no such account.
 fn moved_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/self/io").unwrap_or_default();
     let of = |field: &str| {
@@ -87,7 +94,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use std::io::Write;
     use std::sync::Arc;
-    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     use std::sync::mpsc::channel;
 
     use super::*;
@@ -96,11 +103,12 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(60);
 
     #[test]
-    fn an_attempt_that_computes_or_moves_bytes_is_said_to_be_alive_and_one_that_does_neither_is_not() {
+    fn an_attempt_that_computes_moves_bytes_or_waits_for_ranks_is_said_to_be_alive_and_no_other() {
         let (beats, moved) = (Arc::new(AtomicU64::new(7)), Arc::new(AtomicU64::new(7)));
+        let waits = Arc::new(AtomicBool::new(false));
         let (looked, looks) = channel();
         let (said, sayings) = channel();
-        let (seen, counted) = (Arc::clone(&beats), Arc::clone(&moved));
+        let (seen, counted, asked) = (Arc::clone(&beats), Arc::clone(&moved), Arc::clone(&waits));
         let alive = Alive::over(
             SOON,
             move || {
@@ -108,6 +116,7 @@ mod tests {
                 seen.load(Ordering::SeqCst)
             },
             move || counted.load(Ordering::SeqCst),
+            move || asked.load(Ordering::SeqCst),
             move || said.send(()).unwrap(),
         )
         .unwrap();
@@ -122,6 +131,10 @@ mod tests {
         sayings.recv_timeout(PATIENCE).unwrap();
         moved.fetch_add(MOVED_BYTES, Ordering::SeqCst);
         sayings.recv_timeout(PATIENCE).unwrap();
+        waits.store(true, Ordering::SeqCst);
+        for _ in 0..3 {
+            sayings.recv_timeout(PATIENCE).unwrap();
+        }
         drop(alive);
         assert!(sayings.recv().is_err(), "it ends with its attempt");
     }

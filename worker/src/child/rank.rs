@@ -88,8 +88,7 @@ impl Member {
         if u32::try_from(released.addresses.len()) != Ok(place.ranks) {
             return Err(Error::Invalid {
                 reason: format!(
-                    "the release of communicator {:?} names {} addresses, expected one for each of {} ranks",
-                    released.communicator,
+                    "the release names {} addresses, expected one for each of {} ranks",
                     released.addresses.len(),
                     place.ranks
                 ),
@@ -106,6 +105,12 @@ impl Member {
         let mesh = Arc::new(formed);
         let gang = operations.gang(Arc::clone(&mesh))?;
         Ok(Self { mesh, gang })
+    }
+
+    /// Says whether this rank waits for others, which all live.
+    pub fn waits(&self) -> impl Fn() -> bool + Send + use<> {
+        let mesh = Arc::downgrade(&self.mesh);
+        move || mesh.upgrade().is_some_and(|mesh| mesh.is_waiting())
     }
 
     /// Leaves the others, all work done. They may have been lost since; what this rank has is whole all the same.

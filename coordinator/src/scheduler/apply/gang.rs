@@ -5,7 +5,7 @@ use espalier_proto::task::FailureKind;
 use super::attempt::{count_done, mark_started, release, seize};
 use super::job::{line_up, step_out};
 use crate::scheduler::{
-    AttemptId, Gang, GangPlace, Payload, Rank, RankPhase, RankRecord, State, TaskId, TaskPhase,
+    AttemptId, Gang, GangPlace, Payload, Rank, RankPhase, RankRecord, State, TaskId, TaskPhase, Token,
 };
 
 pub fn formed(state: &mut State, id: TaskId, generation: u64, records: &[RankRecord], at: i64) {
@@ -26,6 +26,7 @@ pub fn formed(state: &mut State, id: TaskId, generation: u64, records: &[RankRec
             generation,
             ranks: records.iter().map(rank).collect(),
             released: false,
+            token: Token::default(),
             ending: false,
             output: None,
         }));
@@ -66,9 +67,10 @@ pub fn prepared(state: &mut State, attempt: AttemptId, task: TaskId, address: &s
     }
 }
 
-pub fn released(state: &mut State, task: TaskId) {
+pub fn released(state: &mut State, task: TaskId, token: &Token) {
     if let Some(gang) = gang_mut(state, task) {
         gang.released = true;
+        gang.token = token.clone();
     }
 }
 

@@ -8,7 +8,7 @@ use super::Decision;
 use crate::scheduler::retry::is_evidence;
 use crate::scheduler::{
     Attempt, AttemptId, Budget, Event, Gang, JobId, Lease, Now, Payload, RankPhase, Rejection, State, Task,
-    TaskId, Worker, WorkerId,
+    TaskId, Token, Worker, WorkerId,
 };
 
 /// Distinct tasks in a row whose failure cordons a worker.
@@ -89,7 +89,13 @@ pub fn stopped(state: &State, worker: WorkerId, lease: Lease, now: Now) -> Decis
     Ok(endings.into())
 }
 
-pub fn prepared(state: &State, worker: WorkerId, lease: Lease, address: String, now: Now) -> Decision {
+pub fn prepared(
+    state: &State,
+    worker: WorkerId,
+    lease: Lease,
+    (address, token): (String, Token),
+    now: Now,
+) -> Decision {
     let Some(attempt) = held(state, worker, lease)? else {
         return Ok(Vec::new());
     };
@@ -126,6 +132,7 @@ pub fn prepared(state: &State, worker: WorkerId, lease: Lease, address: String, 
             task,
             generation: gang.generation,
             addresses: gang.ranks.iter().map(address_of).collect(),
+            token,
             at: now.unix_ms,
         });
     }

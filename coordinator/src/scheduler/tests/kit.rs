@@ -138,10 +138,12 @@ impl World {
     /// Says that a rank can be reached; gives whether its gang was released by it.
     pub fn prepare(&mut self, (worker, lease): Work) -> bool {
         let address = format!("host-{worker}:{}", lease.attempt);
+        let token = u128::from(lease.attempt.0).into();
         let prepared = Command::Prepared {
             worker,
             lease,
             address,
+            token,
         };
         let events = self.run(prepared).unwrap();
         events

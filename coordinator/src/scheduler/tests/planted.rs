@@ -78,6 +78,7 @@ fn half_a_gang_that_is_released_is_seen() {
         worker,
         lease,
         address,
+        token: 7.into(),
     };
     assert_eq!(run(&mut world, prepared).unwrap().len(), 2);
     assert!(check(&world.state).is_err());

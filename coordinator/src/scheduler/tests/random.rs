@@ -158,6 +158,7 @@ fn act(world: &mut World, history: &mut History, step: &Step) {
                     worker,
                     lease,
                     address,
+                    token: 7.into(),
                 });
             }
         }
@@ -364,6 +365,7 @@ fn everything_is_served_in_the_end(world: &mut World, history: &mut History) {
                 worker,
                 lease,
                 address,
+                token: 7.into(),
             });
         }
         for work in held {

@@ -134,7 +134,7 @@ impl Owner {
         };
         let message = v1::Release {
             lease: Some(wire(attempt.lease)),
-            communicator: release.communicator,
+            communicator: release.communicator.reveal().to_owned(),
             addresses: release.addresses,
         };
         self.send(attempt.worker, Message::Release(message));

@@ -222,10 +222,12 @@ impl Owner {
             Report::Prepared(address) => {
                 // Not acknowledged: it is said again on each new stream until the gang is released.
                 self.reporters.insert(worker);
+                let token = self.surroundings.secrets.draw().into();
                 self.note(Command::Prepared {
                     worker,
                     lease,
                     address,
+                    token,
                 });
             }
         }

@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::net::Shutdown;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -58,6 +58,8 @@ pub(super) struct Shared {
     is_broken: AtomicBool,
     /// Whether what has not gone out yet need not go out any more.
     is_cut: AtomicBool,
+    /// How many calls of this rank wait for others.
+    pub(super) waiting: AtomicUsize,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -102,6 +104,7 @@ impl Shared {
             stood_still: AtomicU64::new(0),
             is_broken: AtomicBool::new(false),
             is_cut: AtomicBool::new(false),
+            waiting: AtomicUsize::new(0),
             state: Mutex::default(),
             changed: Condvar::new(),
         }

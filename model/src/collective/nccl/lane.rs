@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::collective::members::Members;
-use crate::collective::mesh::Mesh;
+use crate::collective::mesh::{Mesh, Waiting};
 use crate::collective::{Error, Flight, InFlight};
 use crate::ops::cuda::{Beside, Id, Link, Mark, Matrix, Stream};
 use crate::{Result, Tensor};
@@ -243,7 +243,11 @@ impl Flight for Queued {
 struct UnderWay {
     name: &'static str,
     mark: Arc<Mark>,
+    /// What the device has to get past before it begins.
+    before: Mark,
     since: Instant,
+    /// Once it has begun: only other ranks are in its way.
+    waiting: Option<Waiting>,
     /// Kept until the mark is reached.
     _held: Held,
 }
@@ -346,6 +350,7 @@ impl Works {
         let begun = Instant::now();
         let deadline = begun + mesh.options().call;
         let first = ranks.first().copied().unwrap_or(0);
+        let _waiting = mesh.waiting();
         let id = if first == self.members.rank {
             let id = Id::new()?;
             for &other in ranks.iter().filter(|&&other| other != first) {
@@ -374,6 +379,7 @@ impl Works {
     /// Looks until what was asked of NCCL has gone through.
     fn until_ready(&self, link: &Link, operation: &'static str, pause: Duration) -> Result<()> {
         let begun = Instant::now();
+        let _waiting = self.members.mesh.waiting();
         while !link.is_ready()? {
             self.members.mesh.check()?;
             self.in_time(operation, begun)?;
@@ -452,7 +458,9 @@ impl Works {
         self.under_way.push_back(UnderWay {
             name: call.name(),
             mark: mark.clone(),
+            before,
             since: Instant::now(),
+            waiting: None,
             _held: held,
         });
         self.putting = None;
@@ -463,12 +471,16 @@ impl Works {
     fn look(&mut self, link: &Link) -> Result<()> {
         self.members.mesh.check()?;
         link.is_ready()?;
-        while let Some(first) = self.under_way.front() {
+        while let Some(first) = self.under_way.front_mut() {
             if first.mark.is_reached()? {
                 self.under_way.pop_front();
                 continue;
             }
-            return self.in_time(first.name, first.since);
+            if first.waiting.is_none() && first.before.is_reached()? {
+                first.waiting = Some(self.members.mesh.waiting());
+            }
+            let (name, since) = (first.name, first.since);
+            return self.in_time(name, since);
         }
         Ok(())
     }

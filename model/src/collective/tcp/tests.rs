@@ -183,6 +183,38 @@ fn calls_that_do_not_fit_together_are_named_on_every_rank() {
 }
 
 #[test]
+fn a_rank_that_waits_for_another_is_known_to_and_one_that_computes_or_whose_gang_is_broken_is_not() {
+    fn until(holds: impl Fn() -> bool) {
+        let begun = Instant::now();
+        while !holds() {
+            assert!(begun.elapsed() < Duration::from_secs(10));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    let gangs: Vec<TcpGang> = meshes(2, &patient())
+        .into_iter()
+        .map(|mesh| TcpGang::new(Arc::new(mesh)))
+        .collect();
+    let (slow, quick) = (&gangs[0], &gangs[1]);
+    let sum = |gang: &TcpGang| gang.communicator(&[0, 1])?.all_reduce(tensor(0, 0, 2, 3))?.wait();
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| sum(quick).and_then(|_| quick.barrier()));
+        until(|| quick.mesh.is_waiting());
+        assert!(!slow.mesh.is_waiting());
+        sum(slow).unwrap();
+        until(|| quick.mesh.is_waiting());
+        slow.barrier().unwrap();
+        waits.join().unwrap().unwrap();
+        assert!(!quick.mesh.is_waiting() && !slow.mesh.is_waiting());
+        let waits = scope.spawn(|| quick.barrier());
+        until(|| quick.mesh.is_waiting());
+        slow.abort();
+        until(|| !quick.mesh.is_waiting());
+        waits.join().unwrap().unwrap_err();
+    });
+}
+
+#[test]
 fn a_call_that_another_rank_never_makes_ends_at_its_deadline_and_breaks_the_gang() {
     let options = Options {
         call: Duration::from_millis(200),

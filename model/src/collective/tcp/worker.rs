@@ -49,7 +49,10 @@ impl Worker {
         let (done, result) = sync_channel(1);
         let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         match jobs.as_ref() {
-            Some(jobs) if jobs.send(Job { call, done }).is_ok() => Ok(InFlight(Box::new(Awaited { result }))),
+            Some(jobs) if jobs.send(Job { call, done }).is_ok() => {
+                let members = self.members.clone();
+                Ok(InFlight(Box::new(Awaited { result, members })))
+            }
             _ => Err(ended().into()),
         }
     }
@@ -107,10 +110,12 @@ impl Drop for Worker {
 #[derive(Debug)]
 struct Awaited {
     result: Receiver<Result<Tensor>>,
+    members: Arc<Members>,
 }
 
 impl Flight for Awaited {
     fn wait(self: Box<Self>) -> Result<Tensor> {
+        let _waiting = self.members.mesh.waiting();
         // Ends: each call has a deadline, and the first that misses it ends all.
         self.result.recv().unwrap_or_else(|_| Err(ended().into()))
     }

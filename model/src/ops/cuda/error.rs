@@ -30,6 +30,12 @@ pub enum Error {
         "no NVIDIA driver was found (libcuda.so.1): install one for CUDA 13 or later, or use the cpu device"
     )]
     NoDriver,
+    /// A driver that cannot be loaded, or lacks what it should have.
+    #[error("the NVIDIA driver cannot be used: {reason}: install it again, or use the cpu device")]
+    DriverDamaged {
+        /// The file, and what is wrong with it.
+        reason: String,
+    },
     /// A driver for an earlier CUDA.
     #[error("the NVIDIA driver supports CUDA {found}, and {required} is needed: update the driver")]
     DriverTooOld {
@@ -92,6 +98,16 @@ pub enum Error {
         purpose: &'static str,
         /// Where it was looked for.
         searched: String,
+    },
+    /// A library of the toolkit that cannot be loaded.
+    #[error(
+        "{reason}; it {purpose}: install it again, or name another's directory in ESPALIER_CUDA_LIBRARIES"
+    )]
+    LibraryDamaged {
+        /// The file, and what is wrong with it.
+        reason: String,
+        /// What it is for.
+        purpose: &'static str,
     },
     /// A library of another toolkit.
     #[error(

@@ -1,6 +1,7 @@
 //! Finding the driver and the toolkit's libraries when they are first needed, without which nothing else may run.
 //!
-//! cudarc opens libraries by name and panics when one is not there, so the driver is looked for first. The toolkit's
+//! cudarc opens libraries by name and panics when one, or a function of it, is not there, so the driver is looked at
+//! first. The toolkit's
 //! are opened here, and their functions taken from what was opened: cudarc would try `libnvrtc.so` before
 //! `libnvrtc.so.13`, which an older toolkit may have put where the loader looks. Where the loader does not find one,
 //! it is opened by its full path from the places where toolkits and Python wheels put it.
@@ -18,15 +19,64 @@ pub const REQUIRED: Version = Version { major: 13, minor: 0 };
 /// Directories to search before all others, separated by colons.
 pub const SEARCH_VARIABLE: &str = "ESPALIER_CUDA_LIBRARIES";
 
-/// Makes sure that the driver is there and new enough, and gives the CUDA version that it supports.
+/// The driver's file by the names that cudarc tries, in its order.
+const DRIVER: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
+/// What finding out its version takes.
+const FIRST_FUNCTION: &str = "cuDriverGetVersion";
+/// All others of the driver's that are called.
+const FUNCTIONS: [&str; 39] = [
+    "cuCtxGetStreamPriorityRange",
+    "cuCtxSetCurrent",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuDevicePrimaryCtxRetain",
+    "cuDeviceTotalMem_v2",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventElapsedTime_v2",
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuFuncSetAttribute",
+    "cuGraphDestroy",
+    "cuGraphExecDestroy",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphLaunch",
+    "cuInit",
+    "cuLaunchKernel",
+    "cuLaunchKernelEx",
+    "cuMemAlloc_v2",
+    "cuMemFreeHost",
+    "cuMemFree_v2",
+    "cuMemGetInfo_v2",
+    "cuMemHostAlloc",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuModuleGetFunction",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuStreamBeginCapture_v2",
+    "cuStreamCreate",
+    "cuStreamCreateWithPriority",
+    "cuStreamDestroy_v2",
+    "cuStreamEndCapture",
+    "cuStreamIsCapturing",
+    "cuStreamWaitEvent",
+];
+
+/// Makes sure that the driver is there, whole and new enough, and gives the CUDA version that it supports.
 ///
 /// # Errors
 /// When it is not.
 pub(super) fn driver() -> Result<Version> {
-    // SAFETY: opening the driver's library runs its initialisers, which is what the name promises.
-    if !unsafe { cudarc::driver::sys::is_culib_present() } {
-        return Err(Error::NoDriver);
-    }
+    let opened = match open_any(DRIVER.map(PathBuf::from)) {
+        Ok(opened) => opened,
+        Err(Some(reason)) => return Err(Error::DriverDamaged { reason }),
+        Err(None) => return Err(Error::NoDriver),
+    };
+    expect_function(&opened, FIRST_FUNCTION)?;
     let found = driver::version()?;
     if found < REQUIRED {
         return Err(Error::DriverTooOld {
@@ -34,7 +84,28 @@ pub(super) fn driver() -> Result<Version> {
             required: REQUIRED,
         });
     }
+    FUNCTIONS
+        .iter()
+        .try_for_each(|function| expect_function(&opened, function))?;
     Ok(found)
+}
+
+fn expect_function(driver: &Library, name: &str) -> Result<()> {
+    // SAFETY: the symbol is only looked for.
+    if unsafe { driver.get::<*const ()>(name.as_bytes()) }.is_ok() {
+        return Ok(());
+    }
+    // What the process has open says which file the loader chose.
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let mut files = maps.lines().filter_map(|line| line.get(line.find('/')?..));
+    let is_driver = |file: &&str| {
+        let name = Path::new(file).file_name().and_then(|name| name.to_str());
+        name.is_some_and(|name| name.starts_with("libcuda.so"))
+    };
+    let file = files.find(is_driver).unwrap_or("libcuda.so.1");
+    Err(Error::DriverDamaged {
+        reason: format!("{file} has no function {name}"),
+    })
 }
 
 /// Makes sure that the run-time compiler is there, and gives its version.
@@ -46,13 +117,12 @@ pub(super) fn compiler() -> Result<Version> {
     expect_version("libnvrtc.so.13", found)?;
     // What it opens by name when it compiles; it must be known to the loader by then. Beside a later version it may
     // be found by itself.
+    let purpose = "is a part of the kernels' compiler";
     match open(&format!("libnvrtc-builtins.so.{found}")) {
-        Some(builtins) => std::mem::forget(builtins),
-        None if found == REQUIRED => {
-            let library = "libnvrtc-builtins.so.13.0";
-            return Err(missing(library, "is a part of the kernels' compiler"));
-        }
-        None => {}
+        Ok(builtins) => std::mem::forget(builtins),
+        Err(Some(reason)) => return Err(Error::LibraryDamaged { reason, purpose }),
+        Err(None) if found == REQUIRED => return Err(missing("libnvrtc-builtins.so.13.0", purpose)),
+        Err(None) => {}
     }
     Ok(found)
 }
@@ -79,12 +149,14 @@ fn expect_version(library: &'static str, found: Version) -> Result<()> {
 /// Opens `library`, or what has its name without the version.
 ///
 /// # Errors
-/// When neither is found.
+/// When neither is found, or what is found is damaged.
 pub(super) fn find(library: &'static str, purpose: &'static str) -> Result<Library> {
     let plain = library.trim_end_matches(|last: char| last == '.' || last.is_ascii_digit());
-    open(library)
-        .or_else(|| open(plain))
-        .ok_or_else(|| missing(library, purpose))
+    let either = open(library).or_else(|reason| open(plain).map_err(|other| reason.or(other)));
+    either.map_err(|reason| match reason {
+        Some(reason) => Error::LibraryDamaged { reason, purpose },
+        None => missing(library, purpose),
+    })
 }
 
 /// A table of functions of a library, each with the type that cudarc's of the same name has, which `sys` must name;
@@ -136,7 +208,10 @@ fn missing(library: &'static str, purpose: &'static str) -> Error {
 }
 
 /// Opens `name`. Whoever opens it by this name from then on, while it stays open, gets the same.
-fn open(name: &str) -> Option<Library> {
+///
+/// # Errors
+/// As [`open_any`].
+fn open(name: &str) -> std::result::Result<Library, Option<String>> {
     let explicit = explicit_directories()
         .into_iter()
         .map(|directory| directory.join(name));
@@ -147,14 +222,31 @@ fn open(name: &str) -> Option<Library> {
         .filter(|path| path.exists())
         .chain([PathBuf::from(name)])
         .chain(usual.filter(|path| path.exists()));
+    open_any(candidates)
+}
+
+/// The first of these libraries that can be opened.
+///
+/// # Errors
+/// When none can: what is wrong with the first that is there, with its file; none where there is none.
+fn open_any(candidates: impl IntoIterator<Item = PathBuf>) -> std::result::Result<Library, Option<String>> {
+    let mut damaged = None;
     for candidate in candidates {
         // SAFETY: the libraries are NVIDIA's, whose initialisers only set them up; global, because they look
         // for each other by name.
-        if let Ok(library) = unsafe { Library::open(Some(&candidate), RTLD_NOW | RTLD_GLOBAL) } {
-            return Some(library);
+        let error = match unsafe { Library::open(Some(&candidate), RTLD_NOW | RTLD_GLOBAL) } {
+            Ok(library) => return Ok(library),
+            Err(error) => error,
+        };
+        let reason = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
+        // A library that it needs in turn may be what is not there.
+        let name = candidate.display().to_string();
+        let is_absent = reason.contains("No such file or directory") && reason.contains(&name);
+        if !is_absent {
+            damaged.get_or_insert(reason);
         }
     }
-    None
+    Err(damaged)
 }
 
 fn directories() -> Vec<PathBuf> {
