@@ -100,6 +100,16 @@ fn of_attempt(event: &Event) -> Option<Told<'_>> {
         } => ("attempt_lost", task, attempt, "the worker was lost", at),
         Event::AttemptHandedBack { attempt, task, at } => ("attempt_handed_back", task, attempt, "", at),
         Event::AttemptStopped { attempt, task, at } => ("attempt_stopped", task, attempt, "", at),
+        Event::TaskWentOn {
+            attempt, task, at, ..
+        } => {
+            let message = "from further than any before: what was held against the task is forgotten";
+            ("task_went_on", task, attempt, message, at)
+        }
+        Event::RankLetGo { attempt, task, at } => {
+            let message = "its gang does not wait for it: its worker's connection is closed";
+            ("rank_let_go", task, attempt, message, at)
+        }
         Event::RankCompleted {
             attempt, task, at, ..
         } => ("rank_completed", task, attempt, "", at),

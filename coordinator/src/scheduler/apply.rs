@@ -72,6 +72,7 @@ pub fn apply(state: &mut State, event: &Event) {
             address,
         } => gang::prepared(state, *attempt, *task, address),
         Event::GangReleased { task, token, .. } => gang::released(state, *task, token),
+        Event::RankLetGo { attempt, task, .. } => gang::let_go(state, *attempt, *task),
         Event::TaskWentOn { task, done, .. } => attempt::went_on(state, *task, *done),
         Event::GangLate { task, retry, .. } => gang::late(state, *task, *retry),
         Event::RankCompleted {

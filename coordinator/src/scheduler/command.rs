@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use espalier_proto::task::Failure;
 
-use super::{DeviceInfo, Epoch, JobId, Lease, Needs, Payload, TaskId, Term, Token, WorkerId};
+use super::{AttemptId, DeviceInfo, Epoch, JobId, Lease, Needs, Payload, TaskId, Term, Token, WorkerId};
 
 /// The time a decision is made at. Wall clock, for display only: no decision hangs on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -230,6 +230,11 @@ pub enum Command {
         task: TaskId,
         /// Which formation.
         generation: u64,
+    },
+    /// A rank is gone and its worker's connection is closed: its gang, if it is ending, need not wait for it.
+    LetGo {
+        /// Which attempt.
+        attempt: AttemptId,
     },
     /// An attempt goes on from what earlier ones have left.
     WentOn {

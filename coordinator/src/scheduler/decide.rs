@@ -58,7 +58,8 @@ pub fn decide(state: &State, command: Command, now: Now) -> Decision {
             address,
             token,
         } => attempt::prepared(state, worker, lease, (address, token), now),
-        Command::WentOn { worker, lease, done } => attempt::went_on(state, worker, lease, done),
+        Command::WentOn { worker, lease, done } => attempt::went_on(state, worker, lease, done, now),
+        Command::LetGo { attempt } => Ok(attempt::let_go(state, attempt, now)),
         Command::GangLate { task, generation } => Ok(attempt::gang_late(state, task, generation, now)),
         Command::Dispatch { absent, resting } => Ok(placement::place(state, &absent, &resting, now)),
     }

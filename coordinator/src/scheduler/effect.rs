@@ -117,6 +117,7 @@ pub fn effects(state: &State, event: &Event) -> Vec<Effect> {
         | Event::AttemptHandedBack { task, .. }
         | Event::AttemptStopped { task, .. }
         | Event::RankCompleted { task, .. }
+        | Event::RankLetGo { task, .. }
         | Event::GangLate { task, .. }
         | Event::GangEnded { task, .. } => after_an_end(state, *task),
     }

@@ -229,6 +229,14 @@ pub enum Event {
         task: TaskId,
         attempt: AttemptId,
         done: u64,
+        at: i64,
+    },
+    /// A gang that is ending does not wait for this rank any more, of which another told that it is gone and whose worker's
+    /// connection is closed. It keeps its device until its worker says that it has stopped, or is given up.
+    RankLetGo {
+        attempt: AttemptId,
+        task: TaskId,
+        at: i64,
     },
     /// A rank ended well; rank 0's output is the task's, the others' are empty.
     RankCompleted {

@@ -97,6 +97,7 @@ fn touched(state: &State, event: &Event) -> (Vec<TaskId>, Vec<WorkerId>) {
         | Event::AttemptStopped { task, .. }
         | Event::RankCompleted { task, .. }
         | Event::TaskWentOn { task, .. }
+        | Event::RankLetGo { task, .. }
         | Event::GangReleased { task, .. }
         | Event::GangLate { task, .. }
         | Event::GangEnded { task, .. } => (vec![*task], Vec::new()),

@@ -11,7 +11,7 @@
 //! costs what is free and what is placed, however many wait.
 //!
 //! A gang takes as many devices as it asks for, or as many as the cluster has where that is fewer: workers that
-//! are away for a moment count as there, those that were lost do not.
+//! are away for a moment count as there, those that were lost do not, nor devices whose rank was let go.
 
 mod room;
 

@@ -9,8 +9,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::index::{Class, Index, Turn};
 use super::{
-    Attempt, AttemptId, Job, JobId, Lease, Name, Stage, Summary, Task, TaskId, TaskPhase, Term, Token,
-    Worker, WorkerId,
+    Attempt, AttemptId, Device, Job, JobId, Lease, Name, Stage, Summary, Task, TaskId, TaskPhase, Term,
+    Token, Worker, WorkerId,
 };
 
 /// Jobs, tasks, attempts and workers.
@@ -187,6 +187,12 @@ impl State {
             communicator: gang.token.clone(),
             addresses: gang.addresses()?,
         })
+    }
+
+    /// Whether a device is one that no gang can count on: what holds it was let go, and its worker's connection is closed.
+    pub(super) fn is_cut_off(&self, device: &Device) -> bool {
+        let held = device.attempt.and_then(|attempt| self.attempts.get(&attempt));
+        held.is_some_and(|held| held.let_go)
     }
 
     /// Gangs that are formed and have not begun: the task and the generation. Who keeps time says

@@ -293,6 +293,9 @@ pub struct Attempt {
     pub exclusive: bool,
     /// Whether the worker was told to stop it: its job has ended, or its gang.
     pub cancelled: bool,
+    /// Whether its gang has ended without it, as nobody can tell its worker to stop it.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub let_go: bool,
     /// Its place in its gang; none for a task of one rank.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub place: Option<GangPlace>,

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::index::{Class, Turn};
-use super::{Job, JobId, JobPhase, Standing, State, TaskId, Worker, WorkerId};
+use super::{Device, Job, JobId, JobPhase, Standing, State, TaskId, Worker, WorkerId};
 
 impl State {
     /// Why nothing of the job runs; none when something does, or when it has ended.
@@ -19,11 +19,12 @@ impl State {
         resting: &BTreeSet<TaskId>,
     ) -> Option<String> {
         let job = self.job(job)?;
-        let runs = self.attempts_of(job.id).next().is_some();
+        let runs = self.attempts_of(job.id).any(|attempt| !attempt.let_go);
+        let is_held = self.attempts_of(job.id).next().is_some();
         match &job.phase {
             JobPhase::Succeeded { .. } => return None,
             JobPhase::Failed { .. } | JobPhase::Cancelled { .. } if !job.wants_removal() => return None,
-            JobPhase::Failed { .. } | JobPhase::Cancelled { .. } if runs => {
+            JobPhase::Failed { .. } | JobPhase::Cancelled { .. } if is_held => {
                 return Some("waits for its attempts to stop".to_owned());
             }
             JobPhase::Failed { .. } | JobPhase::Cancelled { .. } => {
@@ -69,28 +70,29 @@ impl State {
 
     fn why_class_waits(&self, class: &Class, absent: &BTreeSet<WorkerId>) -> String {
         let wanted = wanted(class);
-        let able: Vec<&Worker> = self
+        let known: Vec<&Worker> = self
             .workers()
-            .filter(|worker| devices(worker, class) > 0)
+            .filter(|worker| able(worker, class).next().is_some())
             .collect();
-        if able.is_empty() {
+        if known.is_empty() {
             return format!("waits for a worker with {wanted}: there is none");
         }
-        let usable = able
+        let usable = known
             .iter()
             .filter(|worker| worker.is_usable() && !absent.contains(&worker.id));
         let usable: Vec<&&Worker> = usable.collect();
         if usable.is_empty() {
-            let gone = gone(&able, absent);
+            let gone = gone(&known, absent);
             return format!("waits for a worker with {wanted}: {gone}");
         }
         if class.is_gang() {
             let count = |workers: &mut dyn Iterator<Item = &Worker>| {
-                u32::try_from(workers.map(|worker| devices(worker, class)).sum::<usize>()).unwrap_or(u32::MAX)
+                let within_reach = workers.map(|worker| self.devices_within_reach(worker, class));
+                u32::try_from(within_reach.sum::<usize>()).unwrap_or(u32::MAX)
             };
             let in_all = count(&mut usable.iter().map(|worker| **worker));
             // A gang waits for workers that are away for a moment rather than form without them.
-            let with_absent = count(&mut able.iter().copied().filter(|worker| worker.is_usable()));
+            let with_absent = count(&mut known.iter().copied().filter(|worker| worker.is_usable()));
             return match class.ranks_of(with_absent) {
                 None => {
                     let least = wanted_together(class, class.rank_multiple);
@@ -113,6 +115,12 @@ impl State {
             );
         }
         format!("waits for {wanted} to be free")
+    }
+
+    fn devices_within_reach(&self, worker: &Worker, class: &Class) -> usize {
+        able(worker, class)
+            .filter(|device| !self.is_cut_off(device))
+            .count()
     }
 
     /// Whether devices that would do are free, and something of their kind measures or waits to have several or a
@@ -162,9 +170,9 @@ fn memory(bytes: u64) -> String {
     }
 }
 
-fn devices(worker: &Worker, class: &Class) -> usize {
-    let fits = |device: &&super::Device| device.info.is_of(class);
-    worker.devices.iter().filter(fits).count()
+/// Devices of a worker that could run a task of this class, busy ones too.
+fn able<'a>(worker: &'a Worker, class: &'a Class) -> impl Iterator<Item = &'a Device> {
+    worker.devices.iter().filter(|device| device.info.is_of(class))
 }
 
 /// What became of workers of which none gets work: `1 is cordoned (the disk is full), 2 were lost`.

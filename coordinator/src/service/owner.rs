@@ -10,6 +10,7 @@
 
 mod act;
 mod archive;
+mod bereft;
 mod greet;
 mod handle;
 mod patience;
@@ -94,6 +95,8 @@ pub struct Owner {
     troubled: BTreeSet<(JobId, TaskId)>,
     /// Tasks that rest after a failure, and until when.
     resting: BTreeMap<TaskId, Duration>,
+    /// Gangs of which a rank told that another is gone, and workers whose connections are closed.
+    bereft: bereft::Bereft,
     /// Gangs that have not begun, and since when.
     forming: BTreeMap<(TaskId, u64), Duration>,
     history: History,
@@ -208,6 +211,7 @@ impl Owner {
             progress: BTreeMap::new(),
             troubled: BTreeSet::new(),
             resting: BTreeMap::new(),
+            bereft: bereft::Bereft::default(),
             forming: BTreeMap::new(),
             history,
             noted: Vec::new(),

@@ -272,7 +272,7 @@ impl World {
         let Some(gone) = device.running.take() else {
             return Ok(());
         };
-        if let Some((key, _)) = gone.gang.filter(|_| news != News::Output) {
+        if let Some((key, _)) = gone.gang {
             self.tells_where_it_began(worker, life, lease, key)?;
         }
         self.trace.step(now, "ended", task, lease.attempt, || {
@@ -290,7 +290,7 @@ impl World {
         self.feed(worker, life, Input::Device(DeviceEvent::Ended { lease, ended }))
     }
 
-    /// A gang that breaks had begun where it tells: every other formation further than any before.
+    /// Before its end a rank tells where its gang had begun: every other formation further than any before.
     fn tells_where_it_began(
         &mut self,
         worker: usize,
@@ -298,7 +298,7 @@ impl World {
         lease: Lease,
         key: GangKey,
     ) -> Result<(), String> {
-        let went_on_from = key.generation / 2;
+        let went_on_from = key.generation - key.generation % 2;
         let progress_json = json(&Progress {
             done: went_on_from + 1,
             total: u64::MAX,

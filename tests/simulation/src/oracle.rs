@@ -58,6 +58,8 @@ pub struct Oracle {
     pub events: u64,
     /// Those of them by which a task's budgets began anew, as it had gone further than ever.
     pub went_on: u64,
+    /// And those by which a gang ended without a rank.
+    pub let_go: u64,
     /// Completions that a lost disk took along.
     pub lost_with_disk: u64,
 }
@@ -210,6 +212,8 @@ impl Oracle {
         self.events += events.len() as u64;
         let went_on = |seen: &&Seen| matches!(seen.event, Event::TaskWentOn { .. });
         self.went_on += events.iter().filter(went_on).count() as u64;
+        let let_go = |seen: &&Seen| matches!(seen.event, Event::RankLetGo { .. });
+        self.let_go += events.iter().filter(let_go).count() as u64;
         events.into_iter().try_for_each(|seen| history.take(seen))
     }
 

@@ -62,7 +62,7 @@ impl JobShape {
                 Some(_) => vec![index - 1],
                 None => Vec::new(),
             };
-            let gang = most_ranks > 1 && dice.chance(0.25);
+            let gang = most_ranks > 1 && dice.chance(0.4);
             let exclusive = !gang && dice.chance(0.2);
             let few = gang || exclusive;
             let share = (tasks / count).max(1);
@@ -80,7 +80,8 @@ impl JobShape {
                     1
                 },
                 in_output: index + 1 == count,
-                seconds: 1 + dice.between(seconds / 4, seconds),
+                // Training takes the longest, so that gangs see most of what happens.
+                seconds: (1 + dice.between(seconds / 4, seconds)) * if gang { 4 } else { 1 },
                 failing: if dice.chance(0.5) { 0 } else { dice.between(1, 40) },
             });
         }

@@ -45,6 +45,8 @@ pub struct Report {
     pub smaller_gangs: u64,
     /// How often a task's budgets began anew, as it had gone further than ever.
     pub went_on: u64,
+    /// How often a gang ended without waiting for a rank.
+    pub let_go: u64,
     /// What coordinators' disks did, and did badly.
     pub disks: Figures,
     /// When everything had ended.
@@ -251,6 +253,7 @@ impl World {
             losses_told: self.gangs.losses_told,
             smaller_gangs: smaller.count() as u64,
             went_on: self.oracle.went_on,
+            let_go: self.oracle.let_go,
             disks,
             ended_at: self.now(),
         }

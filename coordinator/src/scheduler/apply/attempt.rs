@@ -84,6 +84,7 @@ pub fn seize(
         device: device.clone(),
         exclusive: task.exclusive,
         cancelled: false,
+        let_go: false,
         place,
         started_at: at,
     };

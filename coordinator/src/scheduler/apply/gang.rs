@@ -122,6 +122,14 @@ pub fn rank_ended(state: &mut State, attempt: AttemptId, task: TaskId) {
     }
 }
 
+/// A rank that its gang does not wait for any more.
+pub fn let_go(state: &mut State, attempt: AttemptId, task: TaskId) {
+    if let Some(held) = state.attempts.get_mut(&attempt) {
+        held.let_go = true;
+    }
+    rank_ended(state, attempt, task);
+}
+
 /// Ends a generation: every other rank is to stop. Without `retry` the task has failed for good.
 pub fn break_up(state: &mut State, id: TaskId, retry: bool) {
     let Some(gang) = gang_mut(state, id) else {

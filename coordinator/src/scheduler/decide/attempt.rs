@@ -140,7 +140,7 @@ pub fn prepared(
 }
 
 /// Lets the budgets of a task begin again that goes on from further than ever. The first rank speaks for its gang.
-pub fn went_on(state: &State, worker: WorkerId, lease: Lease, done: u64) -> Decision {
+pub fn went_on(state: &State, worker: WorkerId, lease: Lease, done: u64, now: Now) -> Decision {
     let Some(attempt) = held(state, worker, lease)? else {
         return Ok(Vec::new());
     };
@@ -155,7 +155,27 @@ pub fn went_on(state: &State, worker: WorkerId, lease: Lease, done: u64) -> Deci
         task: attempt.task,
         attempt: lease.attempt,
         done,
+        at: now.unix_ms,
     }])
+}
+
+/// Lets a gang that is ending end without this rank; nothing where it does not wait for it.
+pub fn let_go(state: &State, id: AttemptId, now: Now) -> Vec<Event> {
+    let is_awaited = |held: &&Attempt| {
+        let gang = state.task(held.task).and_then(Task::gang);
+        gang.is_some_and(|gang| gang.ending && gang.live().any(|live| live == id))
+    };
+    let Some(attempt) = state.attempt(id).filter(is_awaited) else {
+        return Vec::new();
+    };
+    let mut endings = Endings::new(state, now);
+    endings.events.push(Event::RankLetGo {
+        attempt: id,
+        task: attempt.task,
+        at: now.unix_ms,
+    });
+    endings.close_gang(attempt);
+    endings.into()
 }
 
 /// Ends a generation that has not become ready; nothing where it has, or is over.
@@ -346,6 +366,10 @@ impl<'a> Endings<'a> {
 
     /// Ends the attempt's generation once none of its ranks holds a device, so that the task waits again.
     fn close_gang(&mut self, attempt: &Attempt) {
+        if attempt.let_go {
+            // Its generation has ended without it, and the next is not concerned.
+            return;
+        }
         self.gone.insert(attempt.lease.attempt);
         self.broken_gangs.insert(attempt.task);
         if self.broken_jobs.contains(&attempt.job) {

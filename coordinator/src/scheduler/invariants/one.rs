@@ -132,7 +132,7 @@ fn whole(state: &State, task: &Task, gang: &Gang) -> Result<(), String> {
         ));
     }
     for rank in &gang.ranks {
-        let held = state.attempt(rank.attempt);
+        let held = state.attempt(rank.attempt).filter(|held| !held.let_go);
         let live = matches!(rank.phase, RankPhase::Preparing | RankPhase::Prepared);
         if live != held.is_some() {
             return broken(format!(

@@ -179,7 +179,7 @@ impl<'a> Room<'a> {
         let able = workers.filter(|worker| worker.is_usable() && counts(worker));
         let fitting = able
             .flat_map(|worker| &worker.devices)
-            .filter(|device| device.info.is_of(class));
+            .filter(|device| device.info.is_of(class) && !self.state.is_cut_off(device));
         u32::try_from(fitting.count()).unwrap_or(u32::MAX)
     }
 

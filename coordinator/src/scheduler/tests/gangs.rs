@@ -33,7 +33,8 @@ fn a_gang_is_reserved_whole_or_not_at_all() {
     let (job, work) = formed(&mut world, 3);
     assert_eq!(work, []);
     assert_eq!(world.state.attempts().count(), 0, "no device is held in part");
-    assert_eq!(world.why(job), "waits for 3 cpu devices: there are 2");
+    let why = "waits for 3 cpu devices: there are 2, and a worker with more has to join";
+    assert_eq!(world.why(job), why);
     world.join("b", 1, 1);
     let work = world.dispatch();
     assert_eq!(work.len(), 3);

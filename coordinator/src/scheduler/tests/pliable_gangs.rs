@@ -3,7 +3,7 @@
 use espalier_proto::task::FailureKind;
 
 use super::kit::{Work, World, pliable_gang, stage};
-use crate::scheduler::{JobId, JobPhase};
+use crate::scheduler::{Command, Event, JobId, JobPhase};
 
 /// A gang of at most four ranks, in pairs.
 fn pairs(world: &mut World) -> (JobId, Vec<Work>) {
@@ -107,4 +107,85 @@ fn a_lost_rank_is_told_by_the_others_and_held_against_nobody() {
         "{}",
         world.message(job)
     );
+}
+
+#[test]
+fn a_gang_forms_again_without_a_rank_that_was_let_go_and_is_not_concerned_when_that_stops_or_is_lost() {
+    for comes_back in [true, false] {
+        let mut world = World::new();
+        world.join("a", 1, 1);
+        let cut_off = world.join("b", 1, 1);
+        let job = world.submit("/out");
+        world.plan(job, vec![pliable_gang("recover", 2, 1)]);
+        let work = world.dispatch();
+        for rank in &work {
+            world.prepare(*rank);
+        }
+        let (gone, left) = match work[..] {
+            [first, second] if first.0 == cut_off => (first, second),
+            [first, second] => (second, first),
+            _ => panic!("{work:?}"),
+        };
+        let attempt = gone.1.attempt;
+        let let_go = |world: &mut World| world.run(Command::LetGo { attempt }).unwrap().len();
+        assert_eq!(let_go(&mut world), 0, "its gang is whole");
+        world.fail(left, FailureKind::RankLost);
+        world.absent.insert(cut_off);
+        assert_eq!(world.dispatch(), [], "the gang has not ended");
+        assert_eq!(let_go(&mut world), 2, "it is let go, and the gang ends");
+        assert_eq!(let_go(&mut world), 0, "once");
+        let again = world.dispatch();
+        assert_eq!(again.len(), 1, "the device that is cut off is not waited for");
+        assert_eq!(again[0].0, left.0);
+        // Whatever becomes of it, it is not this gang's.
+        if comes_back {
+            world.absent.clear();
+            world.stop(gone);
+        } else {
+            world.lose(cut_off);
+        }
+        assert_eq!(world.only_task(job).failures().worker_lost, 0);
+        world.prepare(again[0]);
+        assert_eq!(world.replayed(), world.state);
+        if comes_back {
+            // Its device counts again.
+            world.fail(again[0], FailureKind::RankLost);
+            assert_eq!(world.dispatch().len(), 2);
+        } else {
+            world.complete(again[0]).unwrap();
+            assert_eq!(world.only_task(job).formed_ranks, 1);
+        }
+    }
+}
+
+#[test]
+fn what_a_rank_that_was_let_go_completes_is_not_taken() {
+    let mut world = World::new();
+    world.join("a", 1, 1);
+    let cut_off = world.join("b", 1, 1);
+    let job = world.submit("/out");
+    world.plan(job, vec![pliable_gang("recover", 2, 1)]);
+    let work = world.dispatch();
+    for rank in &work {
+        world.prepare(*rank);
+    }
+    let gone = *work.iter().find(|rank| rank.0 == cut_off).unwrap();
+    let left = *work.iter().find(|rank| rank.0 != cut_off).unwrap();
+    world.fail(left, FailureKind::RankLost);
+    let attempt = gone.1.attempt;
+    world.run(Command::LetGo { attempt }).unwrap();
+    world.absent.insert(cut_off);
+    let again = world.dispatch();
+    let (worker, lease) = gone;
+    let output = "late".into();
+    let events = world
+        .run(Command::Complete {
+            worker,
+            lease,
+            output,
+        })
+        .unwrap();
+    assert!(matches!(events[..], [Event::AttemptStopped { .. }]), "{events:?}");
+    world.prepare(again[0]);
+    world.complete(again[0]).unwrap();
 }

@@ -19,6 +19,7 @@ enum Step {
     Join { worker: usize, newer: bool },
     Prepare { lease: usize },
     GoOn { lease: usize, done: u64 },
+    LetGo { lease: usize },
     Late,
     Complete { lease: usize },
     Fail { lease: usize, kind: FailureKind },
@@ -95,6 +96,7 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (0..3usize, prop::bool::weighted(0.2)).prop_map(|(worker, newer)| Step::Join { worker, newer }),
         10 => (0..64usize).prop_map(|lease| Step::Prepare { lease }),
         2 => (0..64usize, 0..8u64).prop_map(|(lease, done)| Step::GoOn { lease, done }),
+        4 => (0..64usize).prop_map(|lease| Step::LetGo { lease }),
         1 => Just(Step::Late),
         9 => (0..64usize).prop_map(|lease| Step::Complete { lease }),
         2 => (0..64usize, failure).prop_map(|(lease, kind)| Step::Fail { lease, kind }),
@@ -166,6 +168,12 @@ fn act(world: &mut World, history: &mut History, step: &Step) {
             if let Some((worker, lease)) = history.lease(world, *lease) {
                 let done = *done;
                 let _ = world.run(Command::WentOn { worker, lease, done });
+            }
+        }
+        Step::LetGo { lease } => {
+            if let Some((_, lease)) = history.lease(world, *lease) {
+                let attempt = lease.attempt;
+                world.run(Command::LetGo { attempt }).unwrap();
             }
         }
         Step::Late => {
@@ -333,7 +341,7 @@ fn nothing_was_lost(world: &World, history: &History) {
 /// A job that does not move says why.
 fn nobody_waits_without_a_word(world: &World) {
     for job in world.state.jobs() {
-        let runs = world.state.attempts_of(job.id).next().is_some();
+        let runs = world.state.attempts_of(job.id).any(|attempt| !attempt.let_go);
         let over = job.phase.is_terminal() && !job.wants_removal();
         let says = !world.why(job.id).is_empty();
         assert_eq!(says, !over && (!runs || job.phase.is_terminal()), "{}", job.id);

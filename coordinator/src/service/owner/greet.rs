@@ -76,6 +76,7 @@ impl Owner {
                 stop,
             };
             owner.links.insert(worker, link);
+            owner.bereft.connected(worker);
             owner.send(
                 worker,
                 Message::Welcome(owner.welcome(worker, version, &attempts)),

@@ -51,6 +51,7 @@ impl Owner {
             Request::Tick => {
                 self.silence();
                 self.end_late_gangs();
+                self.let_go();
             }
             Request::Stop => {
                 self.stopping = true;
@@ -76,13 +77,6 @@ impl Owner {
         let WorkerHandle { worker, epoch, .. } = from;
         self.reporters.insert(worker);
         self.note(Command::Leave { worker, epoch });
-    }
-
-    fn closed(&mut self, from: WorkerHandle) {
-        let link = self.links.get(&from.worker);
-        if link.is_some_and(|link| link.number == from.link) {
-            self.links.remove(&from.worker);
-        }
     }
 
     fn written(&mut self, job: JobId, written: Result<(), String>) {
@@ -211,6 +205,9 @@ impl Owner {
             }
             Report::Failed(failure) => {
                 tracing::warn!(attempt = %lease.attempt, reason = failure.message, "an attempt failed");
+                if failure.kind == FailureKind::RankLost {
+                    self.is_bereft(lease);
+                }
                 let fail = Command::Fail {
                     worker,
                     lease,

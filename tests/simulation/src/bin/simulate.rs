@@ -220,8 +220,10 @@ fn summary(reports: &[Report]) {
     show(&format!("jobs: {jobs:?}"));
     show(&format!("disks: {disks:?}"));
     show(&format!(
-        "gangs: {} ranks told that another was gone, {} gangs were smaller than asked for, {} went further than ever",
+        "gangs: {} ranks told that another was gone, {} were not waited for, {} gangs were smaller than asked for, {} \
+         went further than ever",
         sum(|report| report.losses_told),
+        sum(|report| report.let_go),
         sum(|report| report.smaller_gangs),
         sum(|report| report.went_on)
     ));

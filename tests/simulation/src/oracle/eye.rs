@@ -145,6 +145,7 @@ fn about(event: &Event) -> (Vec<AttemptId>, Option<TaskId>) {
         | Event::AttemptHandedBack { attempt, task, .. }
         | Event::AttemptStopped { attempt, task, .. }
         | Event::TaskWentOn { attempt, task, .. }
+        | Event::RankLetGo { attempt, task, .. }
         | Event::RankCompleted { attempt, task, .. } => (vec![*attempt], Some(*task)),
         Event::GangFormed { task, ranks, .. } => {
             (ranks.iter().map(|rank| rank.attempt).collect(), Some(*task))
