@@ -192,8 +192,8 @@ impl Mesh {
         &self.shared.options
     }
 
-    /// Whether this rank waits for what others do, which all live: it does nothing, and nothing is wrong with it. Every
-    /// such wait ends, with an error at the deadline of its call.
+    /// Whether this rank waits for what others do, which all live: it does nothing, and nothing is wrong with it. Why
+    /// every such wait ends is said above.
     pub fn is_waiting(&self) -> bool {
         self.shared.waiting.load(Ordering::Acquire) > 0 && !self.shared.is_broken()
     }

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::*;
-use crate::collective::mesh::Options;
 use crate::collective::mesh::tests::{meshes, patient};
+use crate::collective::mesh::{Mesh, Options};
 use crate::collective::{Error, Gang, Loss, MeshGang, local};
 
 /// Runs `work` as each rank of a gang over sockets.
@@ -191,25 +191,30 @@ fn a_rank_that_waits_for_another_is_known_to_and_one_that_computes_or_whose_gang
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-    let gangs: Vec<TcpGang> = meshes(2, &patient())
+    let all: Vec<(Arc<Mesh>, MeshGang)> = meshes(2, &patient())
         .into_iter()
-        .map(|mesh| TcpGang::new(Arc::new(mesh)))
+        .map(|mesh| {
+            let mesh = Arc::new(mesh);
+            (mesh.clone(), MeshGang::of_cpus(mesh))
+        })
         .collect();
-    let (slow, quick) = (&gangs[0], &gangs[1]);
-    let sum = |gang: &TcpGang| gang.communicator(&[0, 1])?.all_reduce(tensor(0, 0, 2, 3))?.wait();
+    let [(slow_mesh, slow), (quick_mesh, quick)] = &all[..] else {
+        panic!("two ranks")
+    };
+    let sum = |gang: &MeshGang| gang.communicator(&[0, 1])?.all_reduce(tensor(0, 0, 2, 3))?.wait();
     std::thread::scope(|scope| {
         let waits = scope.spawn(|| sum(quick).and_then(|_| quick.barrier()));
-        until(|| quick.mesh.is_waiting());
-        assert!(!slow.mesh.is_waiting());
+        until(|| quick_mesh.is_waiting());
+        assert!(!slow_mesh.is_waiting());
         sum(slow).unwrap();
-        until(|| quick.mesh.is_waiting());
+        until(|| quick_mesh.is_waiting());
         slow.barrier().unwrap();
         waits.join().unwrap().unwrap();
-        assert!(!quick.mesh.is_waiting() && !slow.mesh.is_waiting());
+        assert!(!quick_mesh.is_waiting() && !slow_mesh.is_waiting());
         let waits = scope.spawn(|| quick.barrier());
-        until(|| quick.mesh.is_waiting());
+        until(|| quick_mesh.is_waiting());
         slow.abort();
-        until(|| !quick.mesh.is_waiting());
+        until(|| !quick_mesh.is_waiting());
         waits.join().unwrap().unwrap_err();
     });
 }
