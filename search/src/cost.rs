@@ -147,6 +147,25 @@ pub struct EngineMemory {
     pub spare_blocks: usize,
 }
 
+impl fmt::Display for Subject {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Base { vocab_size } => write!(formatter, "the base with {vocab_size} vocabulary entries"),
+            Self::HostFloor => formatter.write_str("the host's floor"),
+            Self::Block(shape) => match shape {
+                BlockShape::Attention(attention) => write!(
+                    formatter,
+                    "attention of {} key/value groups with {} queries each, head size {}",
+                    attention.kv_groups, attention.queries_per_group, attention.head_dim
+                ),
+                BlockShape::Mlp(mlp) => write!(formatter, "an MLP of {} channels", mlp.channels),
+                BlockShape::Mamba2(mamba) => write!(formatter, "a Mamba-2 block of {} heads", mamba.heads),
+                BlockShape::Moe(moe) => write!(formatter, "a mixture of {} experts", moe.experts),
+            },
+        }
+    }
+}
+
 impl fmt::Display for Point {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

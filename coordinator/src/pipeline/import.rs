@@ -1,8 +1,8 @@
 //! An imported cost table: whether it holds what the search needs, and how it leaves a finished job.
 
-use espalier_arch::{Architecture, BlockShape};
+use espalier_arch::Architecture;
 use espalier_proto::task::Profiled;
-use espalier_search::{CostModel, CostTable, Error, Point, Whole, points};
+use espalier_search::{CostModel, CostTable, Error, Point, Subject, Whole, points};
 
 use super::PlanError;
 use super::context::{Context, block_parameters};
@@ -39,22 +39,20 @@ pub(super) fn refuse_uncovered(
         }),
     )
     .map_err(|error| refused(format!("cannot be used: {error}")))?;
-    let lacks = |what: &str, error: Error| match missing(context, &error) {
+    let lacks = |what: &Subject, error: Error| match missing(context, &error) {
         Some(point) => refused(format!(
             "has no row for {what} at {point}; profile that too, or narrow the search to what the table has"
         )),
         None => refused(format!("cannot be used: {error}")),
     };
-    model.base_costs(parent).map_err(|error| {
-        lacks(
-            &format!("the base with {} vocabulary entries", parent.vocab_size),
-            error,
-        )
-    })?;
+    let base = Subject::Base {
+        vocab_size: parent.vocab_size,
+    };
+    model.base_costs(parent).map_err(|error| lacks(&base, error))?;
     for shape in context.space().shapes(parent)? {
         model
             .block_costs(Some(&shape))
-            .map_err(|error| lacks(&describe(&shape), error))?;
+            .map_err(|error| lacks(&Subject::Block(shape.clone()), error))?;
     }
     Ok(())
 }
@@ -72,18 +70,6 @@ fn missing(context: &Context<'_>, error: &Error) -> Option<Point> {
             .into_iter()
             .find(|point| matches!(point, Point::Decode { context, .. } if context == asked)),
         _ => None,
-    }
-}
-
-fn describe(shape: &BlockShape) -> String {
-    match shape {
-        BlockShape::Attention(attention) => format!(
-            "attention of {} key/value groups with {} queries each, head size {}",
-            attention.kv_groups, attention.queries_per_group, attention.head_dim
-        ),
-        BlockShape::Mlp(mlp) => format!("an MLP of {} channels", mlp.channels),
-        BlockShape::Mamba2(mamba) => format!("a Mamba-2 block of {} heads", mamba.heads),
-        BlockShape::Moe(moe) => format!("a mixture of {} experts", moe.experts),
     }
 }
 

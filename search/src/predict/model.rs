@@ -414,7 +414,7 @@ impl CostModel {
         self.timed(|load| {
             let found = self.times.subject(&base, load)?;
             found.map(Some).ok_or_else(|| Error::MissingRow {
-                subject: super::rows::key(&base),
+                subject: base.to_string(),
                 point: load.point(),
             })
         })

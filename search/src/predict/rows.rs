@@ -75,7 +75,7 @@ impl Measured {
         for value in [row.median_ms, row.spread_ms] {
             if !value.is_finite() || value < 0.0 {
                 return Err(Error::BadRow {
-                    subject: key(&row.subject),
+                    subject: row.subject.to_string(),
                     point: row.point,
                     value,
                 });

@@ -82,7 +82,7 @@ impl Times {
         let Some(measured) = self.measured(&name).filter(|measured| measured.has(load)) else {
             return Ok(None);
         };
-        let outside = |outside: Outside| beyond(&name, load.axis(outside.axis), outside);
+        let outside = |outside: Outside| beyond(subject.to_string(), load.axis(outside.axis), outside);
         measured.at(load, self.extrapolate).map(Some).map_err(outside)
     }
 
@@ -93,12 +93,14 @@ impl Times {
     /// A block's time: its own, or on the lines between its neighbours in size.
     pub(super) fn block(&self, shape: &BlockShape, load: Load) -> Result<Sampled> {
         let name = block_key(shape);
+        // Whole, with everything that tells it from others, it would be a line of its own.
+        let shown = || Subject::Block(shape.clone()).to_string();
         if let Some(measured) = self.measured(&name).filter(|measured| measured.has(load)) {
-            let outside = |outside: Outside| beyond(&name, load.axis(outside.axis), outside);
+            let outside = |outside: Outside| beyond(shown(), load.axis(outside.axis), outside);
             return measured.at(load, self.extrapolate).map_err(outside);
         }
         let missing = || Error::MissingRow {
-            subject: name.clone(),
+            subject: shown(),
             point: load.point(),
         };
         let (line_name, [x, y], _) = place(shape).ok_or_else(missing)?;
@@ -121,14 +123,14 @@ impl Times {
                 return missing();
             }
             let axis = line.axes.get(outside.axis).copied().unwrap_or("sizes");
-            beyond(&name, axis, outside)
+            beyond(shown(), axis, outside)
         })
     }
 }
 
-fn beyond(subject: &str, axis: &'static str, outside: Outside) -> Error {
+fn beyond(subject: String, axis: &'static str, outside: Outside) -> Error {
     Error::Extrapolation {
-        subject: subject.to_owned(),
+        subject,
         axis,
         asked: outside.asked,
         least: outside.least,

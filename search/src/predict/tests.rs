@@ -239,7 +239,10 @@ fn an_interpolated_width_has_the_spread_of_its_neighbours_too() {
 fn beyond_the_measured_widths_there_is_a_time_only_where_it_is_asked_for_and_in_doubt() {
     let table = widths(&[(32, 1.0), (64, 2.0)], 0.0);
     let message = priced(&table, 96).unwrap_err().to_string();
-    assert!(message.contains("channels 32 to 64, but 96"), "{message}");
+    assert!(
+        message.contains("an MLP of 96 channels at channels 32 to 64, but 96"),
+        "{message}"
+    );
     let costs = CostModel::new(&table, &PROMPTS, &small(), f32(), None).unwrap();
     let costs = costs.extrapolating().unwrap();
     assert_eq!(costs.block_costs(Some(&mlp(96))).unwrap().latency_ms, 3.0);
