@@ -1,7 +1,7 @@
 //! The store itself: put and get, by bytes or by file.
 
 use std::fs::{self, File};
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::SystemTime;
@@ -251,9 +251,14 @@ impl ArtifactStore {
         };
         let (not_found, known) = (self.not_found(&name), self.objects.known().clone());
         off_the_loop(move || {
-            if !path.is_file() {
-                known.check()?;
-                return Err(not_found);
+            match fs::metadata(&path) {
+                Ok(found) if found.is_file() => {}
+                // Whether it is there is not known.
+                Err(error) if error.kind() != ErrorKind::NotFound => return Err(io_error(&path)(error)),
+                Ok(_) | Err(_) => {
+                    known.check()?;
+                    return Err(not_found);
+                }
             }
             check(&name, &hash_file(&path)?)?;
             Ok(path)

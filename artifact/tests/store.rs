@@ -51,6 +51,18 @@ fn a_damaged_artifact_is_refused_by_bytes_and_by_file() {
 }
 
 #[test]
+fn a_file_that_cannot_be_looked_at_is_not_said_to_be_absent() {
+    let (_directory, store) = store();
+    let name = store.put_bytes(b"medlar".to_vec()).unwrap();
+    let path = store.get_file(name.as_str()).unwrap();
+    fs::remove_file(&path).unwrap();
+    // As of a directory that may not be read, which an administrator is not refused: a link to itself.
+    std::os::unix::fs::symlink(&path, &path).unwrap();
+    let refused = store.get_file(name.as_str()).unwrap_err();
+    assert!(matches!(refused, Error::Io { .. }), "{refused}");
+}
+
+#[test]
 fn an_absent_or_malformed_name_is_one_clear_error() {
     let (_directory, store) = store();
     let absent = Name::of(b"never stored");

@@ -110,7 +110,11 @@ pub(crate) enum Command {
     },
     /// Looks for GPUs and prints them as JSON; a process that ends at once, for those that must have no context.
     #[command(hide = true, name = espalier_worker::discovery::COMMAND)]
-    DeviceLook,
+    DeviceLook {
+        /// Only this one.
+        #[arg(long)]
+        device: Option<u32>,
+    },
 }
 
 #[derive(Debug, Subcommand)]

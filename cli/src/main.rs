@@ -65,7 +65,7 @@ fn run(command: Command, logging: &Logging, telemetry: &telemetry::Telemetry) ->
             };
             Ok(espalier_worker::run_child(assigned, telemetry.end_of_child())?)
         }
-        Command::DeviceLook => commands::device::look(),
+        Command::DeviceLook { device } => commands::device::look(device),
         Command::Plan(asked) => runtime()?.block_on(commands::plan::run(&asked)),
         Command::Profile(ProfileCommand::Run(run)) => runtime()?.block_on(embedded::profile(*run, logging)),
         Command::Profile(ProfileCommand::Tables(command)) => commands::profile::run(command),

@@ -57,9 +57,10 @@ fn run(case: &str, directory: &Path, settings: &[(&str, &str)]) -> String {
 #[test]
 #[ignore = "runs in a process of its own, started by the others"]
 fn opens_the_first_device() {
+    let only = std::env::var("ONLY").ok().map(|only| only.parse().unwrap());
     println!(
         "discovered: {}",
-        discover().map_or_else(|error| error.to_string(), |found| format!("{:?}", found.devices))
+        discover(only).map_or_else(|error| error.to_string(), |found| format!("{:?}", found.devices))
     );
     let index = std::env::var("DEVICE").map_or(0, |index| index.parse().unwrap());
     match CudaDevice::open(index, Options::default()) {
@@ -138,6 +139,32 @@ fn a_driver_without_devices_is_no_device_and_discovers_none() {
     };
     assert!(said.contains("discovered: []\n"), "{said}");
     assert!(said.contains("refused: the NVIDIA driver sees no GPU"), "{said}");
+}
+
+#[test]
+fn a_look_at_one_device_touches_no_other() {
+    let settings = |only| {
+        [
+            ("FALSE_VERSION", "13000"),
+            ("FALSE_DEVICES", "3"),
+            ("FALSE_MAJOR", "9"),
+            ("FALSE_FREE_MIB", "70000"),
+            ("FALSE_TELLS", "1"),
+            ("DEVICE", "3"),
+            ("ONLY", only),
+        ]
+    };
+    for (only, found) in [("1", &["1"][..]), ("3", &[]), ("", &["0", "1", "2"])] {
+        let mut settings = settings(only).to_vec();
+        settings.retain(|(_, value)| !value.is_empty());
+        let Some(said) = refused(&settings) else { return };
+        let contexts: Vec<&str> = said
+            .lines()
+            .filter_map(|line| line.strip_prefix("a context on "))
+            .collect();
+        assert_eq!(contexts, found, "{said}");
+        assert_eq!(said.matches("name: \"False GPU\"").count(), found.len(), "{said}");
+    }
 }
 
 #[test]

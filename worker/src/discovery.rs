@@ -2,14 +2,12 @@
 //!
 //! GPUs are asked for in a process that ends at once: asking what is free takes a context on each, which holds
 //! hundreds of MiB until its process ends, and an agent must never have one. That process runs [`look`], whoever
-//! wants to know calls [`find`].
+//! wants to know calls [`find`]; how the two speak is [`process`]'s affair.
 
-use std::io::Read;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+mod process;
+
+use std::path::PathBuf;
 use std::str::FromStr;
-use std::sync::mpsc::{Receiver, sync_channel};
-use std::time::{Duration, Instant};
 
 use espalier_model::ops::cuda;
 use serde::{Deserialize, Serialize};
@@ -17,14 +15,8 @@ use serde::{Deserialize, Serialize};
 use crate::agent::memory::DeviceMemory;
 use crate::agent::options::DeviceOptions;
 use crate::{Error, Result};
+pub use process::find;
 
-/// How long looking may take: a driver that has to load itself first needs seconds.
-const PATIENCE: Duration = Duration::from_secs(60);
-const LOOK: Duration = Duration::from_millis(5);
-/// How long what a process that has ended complained of may take to come.
-const LAST_WORDS: Duration = Duration::from_secs(1);
-/// Bytes of what it says that are heard.
-const MOST_HEARD: u64 = 1 << 20;
 /// The command of this program that looks; hidden from its users.
 pub const COMMAND: &str = "device-look";
 
@@ -60,9 +52,9 @@ pub struct Gpu {
     pub unusable: Option<String>,
 }
 
-/// Looks; makes a context on every GPU, so only for a process that ends right afterwards.
-pub fn look() -> Machine {
-    match cuda::discover() {
+/// Looks at every GPU, or at `only` one; makes a context on each, so only for a process that ends right afterwards.
+pub fn look(only: Option<u32>) -> Machine {
+    match cuda::discover(only) {
         Ok(survey) => Machine {
             cuda: Some(survey.driver.to_string()),
             driver: std::fs::read_to_string("/proc/driver/nvidia/version")
@@ -96,79 +88,6 @@ fn gpu(surveyed: cuda::Surveyed) -> Gpu {
         free_bytes: info.free,
         unusable: surveyed.unusable.map(|error| error.to_string()),
     }
-}
-
-/// Has `program` (this very one by default) look. Waits for it: not for a thread that serves others.
-///
-/// # Errors
-/// When it cannot be started, takes too long, or answers something else.
-pub fn find(program: Option<&Path>) -> Result<Machine> {
-    let failed = |reason: String| Error::Child {
-        reason: format!("cannot look for GPUs: {reason}"),
-    };
-    let own = || std::env::current_exe().map_err(|error| failed(error.to_string()));
-    let program = program.map_or_else(own, |program| Ok(program.to_owned()))?;
-    let mut child = Command::new(&program)
-        .arg(COMMAND)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(|error| failed(format!("{}: {error}", program.display())))?;
-    let (output, complaints) = (child.stdout.take(), child.stderr.take());
-    let heard = hear(output).and_then(|output| Ok((output, hear(complaints)?)));
-    let (text, complaints) = heard.map_err(|error| failed(error.to_string()))?;
-    let deadline = Instant::now() + PATIENCE;
-    let status = loop {
-        match child.try_wait() {
-            Ok(Some(status)) => break status,
-            Ok(None) if Instant::now() < deadline => std::thread::sleep(LOOK),
-            waited => {
-                let _ = child.kill();
-                let _ = child.wait();
-                let how = waited.err().map(|error| error.to_string());
-                let seconds = PATIENCE.as_secs();
-                return Err(failed(how.unwrap_or_else(|| {
-                    format!("the driver does not answer within {seconds} s; see nvidia-smi")
-                })));
-            }
-        }
-    };
-    let text = text.recv_timeout(PATIENCE).unwrap_or_default();
-    // A driver may print what it likes beside the answer.
-    let answer = text
-        .lines()
-        .rev()
-        .find_map(|line| serde_json::from_str::<Machine>(line).ok());
-    answer.filter(|_| status.success()).ok_or_else(|| {
-        let complaints = complaints.recv_timeout(LAST_WORDS).unwrap_or_default();
-        let why = complaints.lines().rev().map(str::trim).find(|line| says_why(line));
-        let why = why.map(|why| format!(" ({why})")).unwrap_or_default();
-        failed(format!(
-            "the process that asks the NVIDIA driver ended without an answer, of {status}{why}: the driver is damaged or \
-             does not fit this machine; see nvidia-smi, or use the cpu device"
-        ))
-    })
-}
-
-/// Reads to the end beside whoever waits for the process.
-fn hear(source: Option<impl Read + Send + 'static>) -> std::io::Result<Receiver<String>> {
-    let (sender, heard) = sync_channel(1);
-    std::thread::Builder::new()
-        .name("device look".to_owned())
-        .spawn(move || {
-            let mut bytes = Vec::new();
-            if let Some(source) = source {
-                let _ = source.take(MOST_HEARD).read_to_end(&mut bytes);
-            }
-            let _ = sender.send(String::from_utf8_lossy(&bytes).into_owned());
-        })?;
-    Ok(heard)
-}
-
-/// Not where it happened, nor how to see more of that.
-fn says_why(line: &str) -> bool {
-    !(line.is_empty() || line.starts_with("note:") || (line.starts_with("thread ") && line.ends_with(':')))
 }
 
 /// What a user asks for: `auto`, `cpu`, `cuda` or `cuda:N`.
@@ -322,7 +241,7 @@ pub struct GpuMemory {
 
 impl DeviceMemory for GpuMemory {
     fn free_bytes(&self) -> Option<u64> {
-        let machine = find(self.program.as_deref())
+        let machine = process::find_one(self.program.as_deref(), self.index)
             .inspect_err(|error| tracing::warn!(%error, "what is free on a GPU is not known"))
             .ok()?;
         let gpu = machine.gpus.iter().find(|gpu| gpu.index == self.index)?;
@@ -426,45 +345,5 @@ mod tests {
             "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (a@b)\nGCC";
         assert_eq!(module_version(text).as_deref(), Some("580.159.04"));
         assert_eq!(module_version("no version at all."), None);
-    }
-
-    #[test]
-    fn a_process_that_looks_and_ends_badly_is_an_error() {
-        let error = find(Some(Path::new("/bin/false"))).unwrap_err().to_string();
-        assert!(error.contains("cannot look for GPUs"), "{error}");
-        let error = find(Some(Path::new("/bin/true"))).unwrap_err().to_string();
-        assert!(error.contains("cannot look for GPUs"), "{error}");
-    }
-
-    /// What is found by a process that does this.
-    fn found_by(script: &str) -> Result<Machine> {
-        let directory = tempfile::tempdir().unwrap();
-        let program = directory.path().join("looks");
-        std::fs::write(directory.path().join("text"), format!("#!/bin/sh\n{script}\n")).unwrap();
-        // Copied by another process: one that this one had open for writing another test's child might hold yet.
-        let copied = Command::new("sh")
-            .args(["-c", "cp text looks && chmod +x looks"])
-            .current_dir(directory.path())
-            .status();
-        assert!(copied.unwrap().success());
-        find(Some(&program))
-    }
-
-    #[test]
-    fn what_a_driver_prints_beside_the_answer_does_not_spoil_it() {
-        let answer = serde_json::to_string(&with(vec![gpu(0, None)])).unwrap();
-        let machine = found_by(&format!("echo 'NVRM: hello'; echo '{answer}'; echo bye")).unwrap();
-        assert_eq!(machine.gpus.len(), 1);
-    }
-
-    #[test]
-    fn a_process_that_panics_while_it_looks_says_why_and_what_to_do() {
-        let script = "echo \"thread 'main' panicked at lib.rs:1:2:\" >&2; echo 'no cuInit' >&2; \
-                      echo 'note: run with' >&2; exit 101";
-        let error = found_by(script).unwrap_err().to_string();
-        assert!(
-            error.contains("101 (no cuInit): the driver is damaged"),
-            "{error}"
-        );
     }
 }

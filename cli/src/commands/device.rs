@@ -7,8 +7,8 @@ use crate::args::{Format, How};
 use crate::output;
 
 /// Prints what [`discovery::find`] reads. The process ends right afterwards, and with it its contexts.
-pub(crate) fn look() -> anyhow::Result<()> {
-    output::print_value(&serde_json::to_value(discovery::look())?, Format::Json)
+pub(crate) fn look(only: Option<u32>) -> anyhow::Result<()> {
+    output::print_value(&serde_json::to_value(discovery::look(only))?, Format::Json)
 }
 
 pub(crate) fn list(how: How) -> anyhow::Result<()> {

@@ -11,9 +11,10 @@
 //! Ranks that wait for each other in [`Mesh::exchange`] wait as long as the mesh is whole: one of them may work alone for
 //! an hour, as where it stores what all have made. Such a wait ends all the same. A rank whose process ends or stands
 //! still breaks the mesh. One whose process lives and does nothing is missed by whoever runs it, and is killed, which
-//! breaks the mesh. That all wait for each other cannot be: each sends before it waits, and what one exchange sends finds
-//! room whether or not anybody receives. A rank that is elsewhere, in a call on another lane, is let go by that call's
-//! deadline.
+//! breaks the mesh; those that wait for it count as alive meanwhile ([`Mesh::is_waiting`]) and mask nothing, for it has to
+//! show by itself that it works. That all wait for each other cannot be: each sends before it waits, and what one
+//! exchange sends finds room whether or not anybody receives. A rank that is elsewhere, in a call on another lane, is let
+//! go by that call's deadline, and so is one whose own device hangs beside a call that waits.
 //!
 //! Rooms: [`frame`] is what goes over a connection, [`hello`] how ranks find each other, [`peer`] one connection and
 //! its two threads, [`shared`] what all threads of a mesh know.

@@ -115,14 +115,14 @@ pub async fn wait_until_free(
             tokio::task::spawn_blocking(look).await.unwrap_or_default()
         };
         let free = match need_bytes {
-            0 => None,
-            _ => {
-                let memory = Arc::clone(memory);
-                let look = tokio::task::spawn_blocking(move || memory.free_bytes());
-                look.await.unwrap_or_default()
-            }
+            0 => Free::Unknown,
+            _ => free_by(memory, deadline).await,
         };
-        let fits = free.is_none_or(|free| free >= need_bytes);
+        let fits = match free {
+            Free::Bytes(free) => free >= need_bytes,
+            Free::Unknown => true,
+            Free::Unanswered => false,
+        };
         if left.is_empty() && fits {
             return Ok(());
         }
@@ -134,16 +134,40 @@ pub async fn wait_until_free(
     }
 }
 
-fn evidence(left: &[i32], free: Option<u64>, need_bytes: u64, patience: Duration) -> String {
+/// What is known of a device's memory.
+#[derive(Debug, Clone, Copy)]
+enum Free {
+    Bytes(u64),
+    /// The system does not tell.
+    Unknown,
+    /// Nobody has answered in time, as where a driver hangs.
+    Unanswered,
+}
+
+/// A look that hangs is left to its thread.
+async fn free_by(memory: &Arc<dyn DeviceMemory>, deadline: Instant) -> Free {
+    let memory = Arc::clone(memory);
+    let look = tokio::task::spawn_blocking(move || memory.free_bytes());
+    match tokio::time::timeout_at(deadline, look).await {
+        Ok(looked) => looked.unwrap_or_default().map_or(Free::Unknown, Free::Bytes),
+        Err(_) => Free::Unanswered,
+    }
+}
+
+fn evidence(left: &[i32], free: Free, need_bytes: u64, patience: Duration) -> String {
     let seconds = patience.as_secs();
     let mut line = format!("the device is not free {seconds} s after its last child was killed");
     if !left.is_empty() {
         line.push_str(&format!("; processes {left:?} of the child are left"));
     }
-    if let Some(free) = free {
-        line.push_str(&format!(
+    match free {
+        Free::Bytes(free) => line.push_str(&format!(
             "; {free} bytes of memory are free, and {need_bytes} are needed"
-        ));
+        )),
+        Free::Unanswered => {
+            line.push_str("; what of its memory is free is not answered: does its driver hang?")
+        }
+        Free::Unknown => {}
     }
     line
 }
@@ -172,6 +196,25 @@ mod tests {
             "{told}"
         );
         wait_until_free(&memory(11), &[], 11, patience).await.unwrap();
+    }
+
+    #[derive(Debug)]
+    struct Hanging;
+
+    impl DeviceMemory for Hanging {
+        fn free_bytes(&self) -> Option<u64> {
+            std::thread::sleep(Duration::from_secs(5));
+            Some(u64::MAX)
+        }
+    }
+
+    #[tokio::test]
+    async fn a_driver_that_hangs_is_not_waited_for() {
+        let (begun, patience) = (Instant::now(), Duration::from_millis(20));
+        let memory: Arc<dyn DeviceMemory> = Arc::new(Hanging);
+        let told = wait_until_free(&memory, &[], 11, patience).await.unwrap_err();
+        assert!(told.contains("does its driver hang?"), "{told}");
+        assert!(begun.elapsed() < Duration::from_secs(4));
     }
 
     #[test]

@@ -1,7 +1,6 @@
 //! Says that an attempt is alive while it tells no progress: its pulse beats, or the process moves bytes of files
-//! (weights are read, a checkpoint is written), or it waits for other ranks, which may be slower; that they live is
-//! their gang's affair, and how long it waits has a deadline there. Which of it does not matter; a child that does
-//! none of it is hung.
+//! (weights are read, a checkpoint is written), or it waits for other ranks, which may be slower; that they live,
+//! and that its wait ends, is their gang's affair. Which of it does not matter; a child that does none of it is hung.
 
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;

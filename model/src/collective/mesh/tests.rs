@@ -257,6 +257,7 @@ fn an_exchange_waits_for_a_rank_that_works_alone_for_longer_than_a_call_may_take
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| all[0].exchange(b"early"));
         std::thread::sleep(call * 12);
+        assert!(all[0].is_waiting() && !later.is_waiting());
         assert_eq!(later.exchange(b"late").unwrap(), [b"early".as_slice(), b"late"]);
         assert_eq!(waiting.join().unwrap().unwrap()[1], b"late");
     });

@@ -75,17 +75,17 @@ pub struct Surveyed {
     pub unusable: Option<Error>,
 }
 
-/// Every device that the driver shows, those that cannot be opened too.
+/// Every device that the driver shows, those that cannot be opened too; or `only` the one of this number, if it is there.
 ///
-/// Asking what is free takes a context on each device, which takes memory until the process ends: call it in a
-/// process that ends soon.
+/// Asking what is free takes a context on each device that is asked about, which takes memory until the process ends:
+/// call it in a process that ends soon.
 ///
 /// # Errors
 /// When there is no driver, it is too old, or it fails.
-pub fn discover() -> Result<Survey> {
+pub fn discover(only: Option<u32>) -> Result<Survey> {
     let driver = library::driver()?;
     let mut devices = Vec::new();
-    for index in 0..driver::count()? {
+    for index in (0..driver::count()?).filter(|index| only.is_none_or(|only| only == *index)) {
         let device = driver::Device::get(index)?;
         let mut info = describe(index, device)?;
         let unusable = match ready(&mut info, device) {
