@@ -1,6 +1,6 @@
 """vLLM: all that is known of its interface. The rest of the helper asks for engines here.
 
-Run with 0.32 on CPUs; what differs in 0.26 was read in its sources. Beside `LLM` and its `llm_engine` this touches the
+Run with 0.32 on CPUs and 0.26 on a GPU. Beside `LLM` and its `llm_engine` this touches the
 scheduler (who runs, who was put back, how blocks are laid out) and the attention layers (head sizes).
 """
 
