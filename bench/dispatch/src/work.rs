@@ -291,6 +291,7 @@ fn hello(name: &str, devices: usize) -> v1::Hello {
         name: "nothing".to_owned(),
         memory_bytes: 1 << 30,
         threads: 1,
+        engines: Vec::new(),
     };
     v1::Hello {
         protocol_version: espalier_proto::PROTOCOL_VERSION,
