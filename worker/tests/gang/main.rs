@@ -54,8 +54,14 @@ fn attempt_within(
             seen.store(usize::try_from(step).unwrap(), Ordering::SeqCst);
         }
     });
-    let stop =
-        Box::new(move || (steps.load(Ordering::SeqCst) >= stop_after).then_some(Stop::AfterCheckpoint));
+    let stop = Box::new(move || {
+        let done = steps.load(Ordering::SeqCst);
+        // Who is to be stopped takes his time: progress is told no more often than this, and steps are quicker.
+        if stop_after < usize::MAX && done < stop_after {
+            std::thread::sleep(Duration::from_millis(250));
+        }
+        (done >= stop_after).then_some(Stop::AfterCheckpoint)
+    });
     let context = Context::new(&backend, &store, progress, stop)
         .with_attempt(number)
         .with_gang(gang);
