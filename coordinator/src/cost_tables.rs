@@ -16,7 +16,7 @@ use espalier_search::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::spec::{COST_TABLE_SCHEMA, CostTableFile};
+use crate::spec::{COST_TABLE_SCHEMA, CostTableFile, OLDEST_SCHEMA};
 
 /// Their directory in a data directory.
 pub const DIRECTORY: &str = "cost-tables";
@@ -53,6 +53,12 @@ pub struct KeptParent {
     pub workload: Workload,
     /// What was measured.
     pub measurement: Measurement,
+}
+
+/// What every file of a cost table begins with.
+#[derive(Deserialize)]
+struct Written {
+    schema: u32,
 }
 
 impl From<CostTableFile> for KeptTable {
@@ -100,23 +106,25 @@ impl KeptTable {
         }
         let text = fs::read_to_string(path)
             .map_err(|error| wrong(format!("cannot be read: {error}; give a file that can")))?;
-        let job: Result<CostTableFile, _> = serde_json::from_str(&text);
-        let table = match job {
-            Ok(file) => Self::from(file),
-            Err(_) => serde_json::from_str(&text).map_err(|error| {
-                wrong(format!(
-                    "is no cost table: {error}; give one that `espalier profile export` wrote, or the cost-table.json of \
-                     a finished job"
-                ))
-            })?,
+        let no_table = |error: serde_json::Error| {
+            wrong(format!(
+                "is no cost table: {error}; give one that `espalier profile export` wrote, or the cost-table.json of \
+                 a finished job"
+            ))
         };
-        if table.schema > COST_TABLE_SCHEMA {
+        // Before anything else of it: what another version wrote may have the same form and mean something else.
+        let Written { schema } = serde_json::from_str(&text).map_err(no_table)?;
+        if !(OLDEST_SCHEMA..=COST_TABLE_SCHEMA).contains(&schema) {
             return Err(wrong(format!(
-                "has schema {}, expected at most {COST_TABLE_SCHEMA}: it was written by a newer version",
-                table.schema
+                "has schema {schema}, expected {OLDEST_SCHEMA} to {COST_TABLE_SCHEMA}; give a file that this version \
+                 wrote, or an older one did"
             )));
         }
-        Ok(table)
+        let job: Result<CostTableFile, _> = serde_json::from_str(&text);
+        match job {
+            Ok(file) => Ok(Self::from(file)),
+            Err(_) => serde_json::from_str(&text).map_err(no_table),
+        }
     }
 
     /// The rows as a cost model takes them.

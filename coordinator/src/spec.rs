@@ -18,7 +18,7 @@ use espalier_search::{Limits, Workload};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use cost_table::{COST_TABLE_SCHEMA, CostTableFile, CostTableSource};
+pub use cost_table::{COST_TABLE_SCHEMA, CostTableFile, CostTableSource, OLDEST_SCHEMA};
 
 /// A parent, data, a workload and at least one limit: everything else has a default.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]

@@ -127,10 +127,38 @@ fn a_file_that_is_no_table_is_named_and_hides_no_other() {
         wrong.len() == 1 && wrong[0].contains("torn.json is no cost table"),
         "{wrong:?}"
     );
-    let mut newer = table("a", &[]);
-    newer.schema = COST_TABLE_SCHEMA + 1;
-    let path = directory.path().join("newer.json");
-    fs::write(&path, serde_json::to_vec(&newer).unwrap()).unwrap();
-    let reason = KeptTable::read(&path).unwrap_err();
-    assert!(reason.contains("written by a newer version"), "{reason}");
+}
+
+#[test]
+fn a_file_of_another_schema_is_refused_whichever_form_it_has() {
+    let directory = tempfile::tempdir().unwrap();
+    let kept = serde_json::to_value(table("a", &[])).unwrap();
+    let parent = &kept["parents"][0];
+    let of_a_job = serde_json::json!({
+        "schema": COST_TABLE_SCHEMA,
+        "workload": parent["workload"],
+        "block_parameters": parent["block_parameters"],
+        "profile": {"key": kept["key"], "rows": [], "parent": parent["measurement"]},
+    });
+    let path = directory.path().join("table.json");
+    for form in [kept, of_a_job] {
+        for (schema, is_read) in [
+            (OLDEST_SCHEMA - 1, false),
+            (OLDEST_SCHEMA, true),
+            (COST_TABLE_SCHEMA, true),
+            (COST_TABLE_SCHEMA + 1, false),
+        ] {
+            let mut file = form.clone();
+            file["schema"] = serde_json::json!(schema);
+            fs::write(&path, file.to_string()).unwrap();
+            let read = KeptTable::read(&path);
+            assert_eq!(read.is_ok(), is_read, "{read:?}");
+            if let Err(reason) = read {
+                assert!(
+                    reason.contains(&format!("has schema {schema}, expected 1 to 2")),
+                    "{reason}"
+                );
+            }
+        }
+    }
 }

@@ -18,7 +18,8 @@ use crate::cost_tables::KeptTable;
 /// Version of [`CostTableFile`]'s form. 2 tells parallelism, mode and the engine's memory, and may have the host's
 /// floor among its rows; files of 1 are read as what they were: one rank, eager, every row by the clock.
 pub const COST_TABLE_SCHEMA: u32 = 2;
-const OLDEST_SCHEMA: u32 = 1;
+/// The oldest that is still read.
+pub const OLDEST_SCHEMA: u32 = 1;
 const FIELD: &str = "target.cost_table";
 
 /// What a profile found out, as a file.

@@ -64,11 +64,14 @@ impl Default for Deadlines {
 }
 
 impl Deadlines {
-    /// While it times, where the last such request took so long.
-    fn work(self, last: Duration) -> Duration {
-        /// Times that a request may take longer than the one before.
+    /// While it times, where the longest such request so far took this. One step may compute every prompt of a
+    /// workload, and nothing is heard of it meanwhile: before the first has ended nobody knows how long that takes.
+    fn timing(self, longest: Option<Duration>) -> Duration {
+        /// Times that a request may take longer than any before.
         const LONGER: u32 = 50;
-        self.work.saturating_add(last.saturating_mul(LONGER))
+        longest.map_or(self.open.max(self.work), |longest| {
+            self.work.saturating_add(longest.saturating_mul(LONGER))
+        })
     }
 }
 
@@ -81,6 +84,8 @@ pub struct VllmOptions {
     pub deadlines: Deadlines,
     /// For the environment of its process.
     pub variables: Vec<(String, String)>,
+    /// What it has to run on, `cpu` or `cuda`; none where no device is known yet.
+    pub platform: Option<&'static str>,
 }
 
 impl VllmOptions {
@@ -89,10 +94,18 @@ impl VllmOptions {
     pub fn on(mut self, device: Device) -> Self {
         let mut set = |name: &str, value: String| self.variables.push((name.to_owned(), value));
         set("OMP_NUM_THREADS", rayon::current_num_threads().to_string());
-        if let Device::Cuda(index) = device {
-            let seen = std::env::var(VISIBLE).unwrap_or_default();
-            set(VISIBLE, visible(index, &seen));
-        }
+        self.platform = match device {
+            Device::Cpu => {
+                // An ordinary vLLM would take a GPU that it sees.
+                set(VISIBLE, String::new());
+                Some("cpu")
+            }
+            Device::Cuda(index) => {
+                let seen = std::env::var(VISIBLE).unwrap_or_default();
+                set(VISIBLE, visible(index, &seen));
+                Some("cuda")
+            }
+        };
         self
     }
 }
@@ -140,6 +153,7 @@ impl Vllm {
             environment: Some(environment),
             deadlines,
             variables,
+            platform,
         } = &self.options
         else {
             return Err(Error::NotConfigured.into());
@@ -153,6 +167,17 @@ impl Vllm {
                 Helper::start(environment, *deadlines, variables, surroundings)?
             }
         };
+        let found = &helper.hello.platform;
+        if let Some(wanted) = platform.filter(|wanted| wanted != found) {
+            return Err(Error::NoVllm {
+                python: environment.python.clone(),
+                reason: format!(
+                    "its vLLM runs on {found} and the task's device is {wanted}; give the python of an environment \
+                     whose vLLM is made for that"
+                ),
+            }
+            .into());
+        }
         Ok(InVllm {
             precision_name: models::precision_name(precision)?,
             precision,

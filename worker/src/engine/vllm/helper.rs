@@ -30,7 +30,8 @@ pub(super) struct Helper {
     pub hello: Hello,
     deadlines: Deadlines,
     last_id: u64,
-    last_steps: Duration,
+    /// The longest time that steps or a workload took.
+    longest: Option<Duration>,
 }
 
 /// What is heard while an answer is waited for.
@@ -92,7 +93,7 @@ impl Helper {
             hello: nothing,
             deadlines,
             last_id: 0,
-            last_steps: Duration::ZERO,
+            longest: None,
         };
         let request = Request::Hello {
             protocol: VERSION,
@@ -164,10 +165,7 @@ impl Helper {
             repeats,
             warm_ups: usize::from(repeats > 1),
         };
-        let patience = self.deadlines.work(self.last_steps);
-        let began = Instant::now();
-        let steps: Steps = self.ask(&request, patience, surroundings)?;
-        self.last_steps = began.elapsed();
+        let steps: Steps = self.time(&request, surroundings)?;
         let all = steps.wall_ms.iter().chain(steps.device_ms.iter().flatten());
         if steps.wall_ms.len() != repeats || all.copied().any(|time| !is_time(time)) {
             return Err(self.broken(format!("it gave {:?} for {repeats} steps", steps.wall_ms)));
@@ -191,8 +189,7 @@ impl Helper {
             workload: *workload,
             requests,
         };
-        let patience = self.deadlines.work(self.last_steps);
-        let served: Served = self.ask(&request, patience, surroundings)?;
+        let served: Served = self.time(&request, surroundings)?;
         let lists = [&served.first_token_ms, &served.end_to_end_ms];
         let is_whole = lists
             .iter()
@@ -209,11 +206,7 @@ impl Helper {
     /// # Errors
     /// When it does not answer.
     pub fn memory(&mut self, surroundings: &dyn Surroundings) -> crate::Result<Memory> {
-        self.ask(
-            &Request::Memory {},
-            self.deadlines.work(Duration::ZERO),
-            surroundings,
-        )
+        self.ask(&Request::Memory {}, self.deadlines.work, surroundings)
     }
 
     /// Closes an engine.
@@ -222,9 +215,22 @@ impl Helper {
     /// When it cannot be closed: then the process is of no more use.
     pub fn close(&mut self, engine: &str, surroundings: &dyn Surroundings) -> crate::Result<()> {
         let engine = engine.to_owned();
-        let patience = self.deadlines.work(Duration::ZERO);
-        let closed: crate::Result<Value> = self.ask(&Request::Close { engine }, patience, surroundings);
+        let closed: crate::Result<Value> =
+            self.ask(&Request::Close { engine }, self.deadlines.work, surroundings);
         closed.map(|_| ())
+    }
+
+    /// Asks for something to be timed, and remembers how long that took.
+    fn time<T: DeserializeOwned>(
+        &mut self,
+        request: &Request,
+        surroundings: &dyn Surroundings,
+    ) -> crate::Result<T> {
+        let patience = self.deadlines.timing(self.longest);
+        let began = Instant::now();
+        let answer = self.ask(request, patience, surroundings)?;
+        self.longest = self.longest.max(Some(began.elapsed()));
+        Ok(answer)
     }
 
     /// Asks, and waits for the answer as long as the helper gets further within `patience`.

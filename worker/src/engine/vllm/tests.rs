@@ -93,6 +93,7 @@ impl World {
                 environment: Some(environment),
                 deadlines: SHORT,
                 variables: variables.collect(),
+                platform: None,
             },
             directory,
             whoever: Whoever::default(),
@@ -352,6 +353,29 @@ fn a_process_that_hangs_or_only_says_that_it_lives_is_killed_at_its_deadline() {
 fn output_of_any_amount_holds_nobody_up() {
     let world = World::new(&[("FAKE_VLLM", "steps:2=flood")]);
     assert!(world.profile().is_ok());
+}
+
+#[test]
+fn a_first_step_has_as_long_as_an_engine_to_open_and_later_ones_follow_the_longest() {
+    let patient = Deadlines::default();
+    assert_eq!(patient.timing(None), Duration::from_secs(600));
+    let longest = Some(Duration::from_secs(88));
+    assert_eq!(patient.timing(longest), Duration::from_secs(60 + 50 * 88));
+}
+
+#[test]
+fn a_vllm_made_for_another_kind_of_device_measures_nothing() {
+    for (fake, wanted, says) in [
+        ("0", "cuda", "runs on cpu and the task's device is cuda"),
+        ("1", "cpu", "runs on cuda and the task's device is cpu"),
+    ] {
+        let mut world = World::new(&[("FAKE_VLLM_CUDA", fake)]);
+        world.options.platform = Some(wanted);
+        let refused = world.profile().unwrap_err();
+        assert!(refused.to_string().contains(says), "{refused}");
+        world.options.platform = Some(if wanted == "cpu" { "cuda" } else { "cpu" });
+        world.profile().unwrap();
+    }
 }
 
 #[test]
