@@ -69,9 +69,10 @@ impl Deadlines {
     fn timing(self, longest: Option<Duration>) -> Duration {
         /// Times that a request may take longer than any before.
         const LONGER: u32 = 50;
-        longest.map_or(self.open.max(self.work), |longest| {
-            self.work.saturating_add(longest.saturating_mul(LONGER))
-        })
+        match longest {
+            None => self.open.max(self.work),
+            Some(longest) => self.work.saturating_add(longest.saturating_mul(LONGER)),
+        }
     }
 }
 
