@@ -1,0 +1,227 @@
+//! What is asked of a device, and what is kept of a profile.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::path::Path;
+
+use espalier_arch::{Activation, Attention, Block, BlockShape, Family, Mlp};
+use espalier_proto::task::{
+    ArtifactId, Calibrate, Check, Engine, Ingested, ParentRef, Profile, Profiled, Shard,
+};
+use espalier_search::{CostKey, CostRow, Measurement, Mode, Subject, Summary, Workload};
+
+use super::*;
+
+/// One layer of 18,656 parameters, counted by hand: an embedding of 100 × 32, projections of 32 × 32 and 16 × 32
+/// twice each, three of 128 × 32, and three norms of 32.
+fn parent() -> Architecture {
+    let attention = BlockShape::Attention(Attention {
+        kv_groups: 2,
+        queries_per_group: 2,
+        head_dim: 8,
+        qkv_bias: false,
+        output_bias: false,
+        qk_norm: false,
+        rope: None,
+        sliding_window: None,
+    });
+    let mlp = BlockShape::Mlp(Mlp {
+        channels: 128,
+        activation: Activation::SwiGlu,
+        bias: false,
+    });
+    Architecture {
+        family: Family::Llama,
+        vocab_size: 100,
+        hidden: 32,
+        layers: 1,
+        blocks: [attention, mlp].map(|shape| Block { layer: 0, shape }).to_vec(),
+        tied_embedding: true,
+        norm_epsilon: 1e-5,
+        max_positions: 256,
+    }
+}
+
+#[test]
+fn a_task_needs_a_device_for_what_its_child_holds_of_the_parent() {
+    let bytes = weight_bytes(&parent(), 2);
+    assert_eq!(bytes, 18_656 * 2);
+    // The MLP is the largest block: with its norm 3 * 128 * 32 + 32.
+    let streamed = streamed_bytes(&parent(), 2);
+    assert_eq!(streamed, bytes, "two of them are more than the whole");
+    let mut deep = parent();
+    deep.blocks.extend(parent().blocks);
+    assert_eq!(streamed_bytes(&deep, 2), 2 * (3200 + 32 + 2 * 12_320));
+    assert!(streamed_bytes(&deep, 2) < weight_bytes(&deep, 2));
+    let weights = |parent| Weights {
+        each: 2,
+        parent,
+        streamed: parent / 2,
+    };
+    let calibrate = TaskSpec::Calibrate(Calibrate {
+        parent: ParentRef {
+            source: "p".to_owned(),
+            fingerprint: "f".to_owned(),
+            permutation: None,
+        },
+        shard: Shard {
+            artifact: ArtifactId("0".repeat(64)),
+            sequences: 1,
+            sequence_tokens: 1,
+        },
+    });
+    let wanted = needs(&calibrate, weights(bytes));
+    assert_eq!((wanted.memory_bytes, wanted.ample_bytes), (bytes / 2, bytes));
+    assert_eq!(
+        wanted.free_bytes(2 * bytes),
+        bytes,
+        "it is waited for where it fits"
+    );
+    assert_eq!(
+        wanted.free_bytes(bytes),
+        bytes / 2,
+        "and not where it would fill the device"
+    );
+    let check = TaskSpec::Check(Check {
+        parent: parent(),
+        architecture: parent(),
+        workload: Workload {
+            prompt_tokens: 1,
+            output_tokens: 1,
+            concurrency: 1,
+        },
+        repeats: 1,
+        engine: Engine::Builtin,
+    });
+    assert_eq!(
+        needs(&check, weights(0)).memory_bytes,
+        bytes,
+        "of shapes it is told itself"
+    );
+}
+
+fn ingested() -> TaskOutput {
+    let shard = Shard {
+        artifact: ArtifactId("0".repeat(64)),
+        sequences: 1,
+        sequence_tokens: 4,
+    };
+    TaskOutput::Ingest(Box::new(Ingested {
+        parent: ParentRef {
+            source: "p".to_owned(),
+            fingerprint: "f".to_owned(),
+            permutation: None,
+        },
+        architecture: parent(),
+        calibration: vec![shard.clone()],
+        scoring: shard.clone(),
+        recovery: Vec::new(),
+        validation: shard,
+        documents: 1,
+        empty_documents: 0,
+    }))
+}
+
+fn snapshot(name: &str, output: &TaskOutput) -> StageSnapshot {
+    StageSnapshot {
+        name: name.to_owned(),
+        decision: None,
+        outputs: Some(vec![write(output).unwrap()]),
+        seconds: 1.0,
+    }
+}
+
+/// The profile that a new job of this planner is asked for.
+fn asked(planner: &PipelinePlanner, spec: &str) -> Profile {
+    let Planned::Stages(stages) = planner.plan(spec, &[snapshot("ingest", &ingested())]).unwrap() else {
+        panic!("it has only begun")
+    };
+    let stage = stages.iter().find(|stage| stage.name == "profile").unwrap();
+    match read("a task", stage.tasks[0].payload.as_str()).unwrap() {
+        TaskSpec::Profile(profile) => profile,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn measured(profile: &Profile) -> TaskOutput {
+    let base = Subject::Base {
+        vocab_size: profile.architecture.vocab_size,
+    };
+    let subjects = profile.shapes.iter().cloned().map(Subject::Block).chain([base]);
+    let rows = subjects.flat_map(|subject| {
+        profile.points.iter().map(move |point| CostRow {
+            subject: subject.clone(),
+            point: *point,
+            median_ms: 1.0,
+            spread_ms: 0.0,
+            repeats: 7,
+        })
+    });
+    let once = Summary {
+        median: 9.0,
+        spread: 0.0,
+        samples: vec![9.0],
+    };
+    TaskOutput::Profile(Profiled {
+        key: CostKey {
+            device: "d".to_owned(),
+            engine: "builtin".to_owned(),
+            engine_version: "1".to_owned(),
+            precision: "f32".to_owned(),
+            hidden: 32,
+            parallelism: 1,
+            mode: Mode::Eager,
+        },
+        rows: rows.collect(),
+        parent: Measurement {
+            latency_ms: once.clone(),
+            first_token_ms: once.clone(),
+            per_token_ms: once.clone(),
+            throughput_tokens_per_second: once,
+            memory_bytes: 1 << 20,
+        },
+        memory: None,
+    })
+}
+
+#[test]
+fn a_second_job_on_the_same_target_is_told_all_that_the_first_measured() {
+    let directory = tempfile::tempdir().unwrap();
+    let planner = || PipelinePlanner {
+        cost_tables: Some(CostTables::at(directory.path())),
+    };
+    let text = "{parent: p, data: {train: [t.txt]}, target: {workload: {prompt_tokens: 4, output_tokens: 3}, \
+                limits: {latency: 75%}}, output: out}";
+    let spec = JobSpec::from_yaml(text, Path::new("/")).unwrap();
+    let spec = serde_json::to_string(&spec).unwrap();
+    let first = asked(&planner(), &spec);
+    assert!(first.kept.is_empty());
+    let stages = [
+        snapshot("ingest", &ingested()),
+        snapshot("profile", &measured(&first)),
+    ];
+    planner().plan(&spec, &stages).unwrap();
+    let second = asked(&planner(), &spec);
+    let [kept] = &second.kept[..] else {
+        panic!("{:?}", second.kept)
+    };
+    let vocabulary = second.architecture.vocab_size;
+    assert!(kept.parent.is_some());
+    assert!(
+        kept.missing(&second.shapes, vocabulary, &second.points)
+            .is_empty()
+    );
+    assert!(asked(&PipelinePlanner::default(), &spec).kept.is_empty());
+}
+
+#[test]
+fn a_checkpoint_grows_beside_its_place_and_is_reported_in_it() {
+    let (output, partial) = (Path::new("/a/out"), Path::new("/a/out.partial"));
+    let growing = moved("/a/out/checkpoint", output, partial);
+    assert_eq!(growing, "/a/out.partial/checkpoint");
+    assert_eq!(
+        moved(&growing, output, partial),
+        growing,
+        "a second move changes nothing"
+    );
+    assert_eq!(moved(&growing, partial, output), "/a/out/checkpoint");
+}
