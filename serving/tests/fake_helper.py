@@ -92,7 +92,7 @@ class Sequence:
 class FakeEngine:
     """Sequences in blocks of keys and values: those that run first, then prompts, cut to what a step may hold."""
 
-    device_steps = 1 if CUDA else 0
+    device_steps, ahead = 1 if CUDA else 0, 0
 
     def __init__(self, config, limits, graph_sizes):
         self.config, self.limits, self.graph_sizes = config, limits, graph_sizes
@@ -166,14 +166,15 @@ class FakeEngine:
 
     def device_times(self, step):
         if not CUDA:
-            return {"device_ms": None, "device_source": None, "captured": None}
+            return {"device_ms": None, "device_source": None, "outside_ms": None, "captured": None}
         step()
         tokens, keys = self.last
         fitting = [size for size in self.graph_sizes if size >= tokens]
         captured = min(fitting) if fitting else None
         value = round(6e-4 * microseconds(self.config, captured or tokens, keys), 6)
         source = "graph" if captured else "kernels"
-        return {"device_ms": [value] * 5, "device_source": source, "captured": captured}
+        outside = round(value / 10, 6) if captured else None
+        return {"device_ms": [value] * 3, "device_source": source, "outside_ms": outside, "captured": captured}
 
     def generate(self, prompts, new_tokens, log_probabilities, stage):
         stage("generate")
@@ -283,6 +284,7 @@ class FakePlatform:
             "kv_bytes": limits["kv_blocks"] * block_bytes,
             "kv_bytes_per_token": by_token,
             "captured": engine.graph_sizes if CUDA and fields["compiled"] else [],
+            "async_scheduling": False,
             "threads": 1,
             "seconds": 0.1,
         }

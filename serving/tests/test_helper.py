@@ -10,13 +10,15 @@ import sys
 import tempfile
 import time
 import unittest
+import unittest.mock
+from types import SimpleNamespace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from client import Client, Refused  # noqa: E402
-from espalier_vllm.helper import engine, measure, memory, needs, prompts, requests  # noqa: E402
+from espalier_vllm.helper import device, engine, measure, memory, needs, prompts, requests  # noqa: E402
 from espalier_vllm.helper.failure import Failure  # noqa: E402
 
 FAKE = [sys.executable, str(HERE / "fake_helper.py"), "-m", "espalier_vllm.helper"]
@@ -336,6 +338,160 @@ class Misbehaviour(Helper):
         client = self.misbehaving("hello=half")
         with self.assertRaises(EOFError):
             client.ask("hello", protocol=1)
+
+
+class FakeGpu:
+    """torch, as far as a step's own time is taken from it: a GPU that runs what it is told, in microseconds."""
+
+    def __init__(self):
+        self.ran, self.clock = [], 0.0
+        gpu = self
+
+        class Graph:
+            def __init__(self, kernels):
+                self.kernels = kernels
+
+            def replay(self):
+                for kernel in self.kernels:
+                    gpu.launch(*kernel)
+
+        class Event:
+            def __init__(self, enable_timing):
+                self.enable_timing = enable_timing
+
+            def record(self):
+                self.at = gpu.clock
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, other):
+                return (other.at - self.at) / 1e3
+
+        class Profile:
+            def __init__(self, activities):
+                self.activities = activities
+
+            def __enter__(self):
+                gpu.ran = []
+                return self
+
+            def __exit__(self, *error):
+                self.found = gpu.ran
+
+            def key_averages(self):
+                names = {}
+                for name, took in self.found:
+                    names.setdefault(name, []).append(took)
+                found = [(name, len(each), sum(each), False) for name, each in names.items()]
+                # What the host did, and a range that somebody named around it all.
+                found += [("cudaLaunchKernel", 7, 0, False), ("forward", 1, sum(each[2] for each in found), True)]
+                return [
+                    SimpleNamespace(key=key, count=count, self_device_time_total=took, is_user_annotation=named)
+                    for key, count, took, named in found
+                ]
+
+        self.Graph = Graph
+        self.cuda = SimpleNamespace(CUDAGraph=Graph, Event=Event, synchronize=lambda: None)
+        self.profiler = SimpleNamespace(profile=Profile, ProfilerActivity=SimpleNamespace(CUDA="cuda"))
+
+    def launch(self, name, microseconds):
+        self.ran.append((name, microseconds))
+        self.clock += microseconds
+
+
+class Device(unittest.TestCase):
+    LAYERS = [("gemm", 5), ("attention", 20)] * 10
+
+    def setUp(self):
+        self.gpu = FakeGpu()
+        patched = unittest.mock.patch.dict(sys.modules, {"torch": self.gpu})
+        patched.start()
+        self.addCleanup(patched.stop)
+        device.watch_graphs()
+
+    def timed(self, *parts):
+        def step():
+            for part in parts:
+                part.replay() if isinstance(part, self.gpu.Graph) else self.gpu.launch(*part)
+            return 3
+
+        return device.times(step, [1, 2, 4, 8])
+
+    def test_a_steps_own_time_is_its_graph_and_what_it_runs_beside(self):
+        # The head runs the same kernel as layers do, for longer.
+        timed = self.timed(("copy", 2), self.gpu.Graph(self.LAYERS), ("gemm", 40), ("argmax", 8))
+        self.assertEqual(timed["device_source"], "graph")
+        self.assertEqual(timed["captured"], 4)
+        self.assertAlmostEqual(timed["outside_ms"], 0.050)
+        self.assertEqual([round(value, 6) for value in timed["device_ms"]], [0.300] * device.TIMES)
+
+    def test_a_step_of_several_graphs_or_none_is_the_sum_of_its_kernels(self):
+        piecewise = [self.gpu.Graph(self.LAYERS), ("attention", 30), self.gpu.Graph(self.LAYERS), ("head", 40)]
+        timed = self.timed(*piecewise)
+        self.assertEqual((timed["device_source"], timed["outside_ms"]), ("kernels", None))
+        self.assertAlmostEqual(timed["device_ms"][0], 0.570)
+        eager = self.timed(*self.LAYERS, ("head", 40))
+        self.assertEqual((eager["device_source"], eager["captured"]), ("kernels", None))
+        self.assertAlmostEqual(eager["device_ms"][0], 0.290)
+
+    def test_what_scatters_within_a_graph_is_no_time_beside_it(self):
+        whole = {"attention": (10, 0.205), "head": (1, 0.04), "gemm": (11, 0.09)}
+        self.assertAlmostEqual(device.beyond(whole, {"attention": (10, 0.2), "gemm": (10, 0.05)}), 0.08)
+        self.assertEqual(device.beyond({"gemm": (11, 0.05)}, {"gemm": (10, 0.06)}), 0.0)
+
+
+class Ahead:
+    """An engine that computes a step before it tells what the one before gave, as vLLM does on a GPU."""
+
+    def __init__(self, inner):
+        self.inner, self.ahead, self.queue = inner, 1, []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def step(self):
+        self.queue.append(self.inner.step())
+        return self.queue.pop(0) if len(self.queue) > self.ahead else ({}, [])
+
+    def abort(self):
+        self.inner.abort()
+        self.queue = [({}, []) for _ in self.queue]
+
+
+class WorksAhead(unittest.TestCase):
+    def setUp(self):
+        import fake_helper
+
+        self.limits = {**OPTIONS, "kv_blocks": 100, "windows": [None]}
+        self.inner = fake_helper.FakeEngine(config(attention(), mlp(64)), self.limits, [])
+        self.engine = Ahead(self.inner)
+
+    def times(self, engine, **point):
+        return measure.steps(engine, point.popitem(), 4, 1, lambda *stage: None)
+
+    def test_decode_steps_are_told_apart_by_their_tokens(self):
+        decode = {"context": 40, "sequences": 8}
+        for _ in range(2):
+            ahead = self.times(self.engine, decode=decode)
+            self.assertEqual(ahead["context"], 40)
+            self.assertEqual(ahead["wall_ms"], self.times(self.inner, decode=decode)["wall_ms"])
+
+    def test_a_prefill_ends_with_the_step_that_gives_its_tokens(self):
+        # Whether the engine was idle or still has an empty step of the last prompts in its queue.
+        prefill = {"tokens": 32, "sequences": 2}
+        ahead = self.times(self.engine, prefill=prefill)["wall_ms"]
+        alone = self.times(self.inner, prefill=prefill)["wall_ms"]
+        for value in ahead:
+            self.assertGreater(value, alone[0] - 1e-6)
+            # A step without tokens costs the fake's base.
+            self.assertLess(value, alone[0] + 3 * 0.2)
+
+    def test_a_workload_is_served_to_the_end(self):
+        workload = {"prompt_tokens": 20, "output_tokens": 10, "concurrency": 4}
+        served = measure.serve(self.engine, workload, 12, lambda *stage: None)
+        self.assertEqual(len(served["end_to_end_ms"]), 12)
+        self.assertEqual((served["peak_running"], served["preemptions"]), (4, 0))
 
 
 class Pure(unittest.TestCase):

@@ -1,8 +1,13 @@
 """A GPU, through torch: its memory, and the time that it alone takes for a step."""
 
-REPLAYS, TIMES = 200, 5
-# Steps that `times` may take: one to see what runs, and one for each time.
-STEPS = 1 + TIMES
+import statistics
+
+# Replays between two events, and such times.
+REPLAYS, TIMES = 100, 3
+# Steps that are looked into for what they run beside a graph.
+LOOKS = 3
+# Steps that `times` may take: one to see what runs, and one for each time or look.
+STEPS = 1 + max(TIMES, LOOKS)
 
 # Graphs that were replayed since this was last emptied, while somebody looks.
 replayed, looking = [], [False]
@@ -58,31 +63,38 @@ def empty_cache():
 
 
 def times(step, sizes):
-    """The GPU's own time of a step, milliseconds.
+    """The GPU's own time of a step, milliseconds: the graph that it replays and all that it runs outside of that.
 
-    A step that replays a single graph, which then is the whole model's, is timed by replaying that graph, since the
-    host would be slower. Of any other the times of its kernels are added up.
+    vLLM captures a model up to its last norm: the head, the choice of tokens and copies are launched by themselves. A
+    step that replays a single graph, which then is the whole of that, is timed by replaying it back to back, since the
+    host would be slower, and what it runs beside is added. Of any other step the times of its kernels are added up.
     """
+    graphs, tokens = watched(step)
+    fitting = [size for size in sizes if size >= tokens]
+    answer = {"captured": min(fitting) if graphs and fitting else None}
+    if len(graphs) == 1:
+        [graph] = graphs
+        outside = statistics.median(beyond(kernels(step), kernels(graph.replay)) for _ in range(LOOKS))
+        own = [replay_time(graph) + outside for _ in range(TIMES)]
+        return {**answer, "device_ms": own, "device_source": "graph", "outside_ms": outside}
+    own = [sum(ms for _, ms in kernels(step).values()) for _ in range(TIMES)]
+    return {**answer, "device_ms": own, "device_source": "kernels", "outside_ms": None}
+
+
+def watched(step):
+    """The graphs that a step replays, and what it gives."""
     import torch
 
     replayed.clear()
     looking[0] = True
     try:
-        tokens = step()
+        given = step()
     finally:
         looking[0] = False
     torch.cuda.synchronize()
     graphs = list(replayed)
     replayed.clear()
-    fitting = [size for size in sizes if size >= tokens]
-    captured = min(fitting) if graphs and fitting else None
-    if len(graphs) == 1:
-        return {
-            "device_ms": [replay_time(graphs[0]) for _ in range(TIMES)],
-            "device_source": "graph",
-            "captured": captured,
-        }
-    return {"device_ms": [kernel_time(step) for _ in range(TIMES)], "device_source": "kernels", "captured": captured}
+    return graphs, given
 
 
 def replay_time(graph):
@@ -97,10 +109,29 @@ def replay_time(graph):
     return start.elapsed_time(end) / REPLAYS
 
 
-def kernel_time(step):
+def kernels(work):
+    """What the GPU ran for `work`, copies among it: how often and how many milliseconds in all, by name."""
     import torch
 
+    # An engine that works ahead may still compute the step before.
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
+        work()
         torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
+    return {
+        event.key: (event.count, event.self_device_time_total / 1e3)
+        for event in profile.key_averages()
+        # Ranges that somebody named have the time of the kernels in them, which count by themselves.
+        if event.self_device_time_total and not event.is_user_annotation
+    }
+
+
+def beyond(whole, part):
+    """Milliseconds of `whole` that are not of `part`, which was a part of it.
+
+    By name, and of a name only where it ran more often: the same kernels take a little longer or shorter each time, and
+    those are most of a step.
+    """
+    nothing = (0, 0.0)
+    more = [(ms, part.get(name, nothing)[1]) for name, (count, ms) in whole.items() if count > part.get(name, nothing)[0]]
+    return max(0.0, sum(ms - known for ms, known in more))

@@ -194,8 +194,6 @@ class Engine:
             "trust_remote_code": False,
             "enable_prefix_caching": False,
             "enable_chunked_prefill": True,
-            # One step at a time: what it gives was computed in it.
-            "async_scheduling": False,
             "enforce_eager": not fields["compiled"],
             "max_model_len": fields["max_context"],
             "max_num_seqs": fields["max_sequences"],
@@ -215,6 +213,8 @@ class Engine:
         self.scheduler = self.llm_engine.engine_core.engine_core.scheduler
         self.clock = HostClock()
         self.device_steps = device.STEPS if owner.cuda else 0
+        # As it is served: where vLLM schedules a step while the one before is computed, what a step gives is of that.
+        self.ahead = int(bool(self.llm_engine.vllm_config.scheduler_config.async_scheduling))
         self.vocabulary = self.llm_engine.vllm_config.model_config.get_vocab_size()
         cache, layout = self.llm_engine.vllm_config.cache_config, self.scheduler.kv_cache_config
         self.block_bytes = pool_bytes(layout) // layout.num_blocks
@@ -270,6 +270,7 @@ class Engine:
             "kv_bytes": self.limits["kv_blocks"] * self.block_bytes,
             "kv_bytes_per_token": by_token,
             "captured": self.captured_sizes(),
+            "async_scheduling": self.ahead > 0,
             "threads": torch.get_num_threads(),
         }
 
@@ -315,7 +316,7 @@ class Engine:
 
     def device_times(self, step):
         if not self.owner.cuda:
-            return {"device_ms": None, "device_source": None, "captured": None}
+            return {"device_ms": None, "device_source": None, "outside_ms": None, "captured": None}
         return device.times(step, self.captured_sizes())
 
     def generate(self, given, new_tokens, log_probabilities, stage):

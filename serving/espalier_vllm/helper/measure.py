@@ -1,10 +1,15 @@
 """Drives one engine by steps and times it.
 
 An engine here is what `engine.Engine` offers, and the tests' own without vLLM: `add(length, new_tokens)`, which gives a
-new request's name; `step()`, which gives the number of new tokens by name and the names that ended; `running()`, how
-many hold blocks; `preempted()`, how often one lost them, in all; `abort()`, which ends them all; `limits`, what it was
-opened with; `vocabulary`; `clock`; `device_times(step)`, of a step that gives how many tokens it computed, and
-`device_steps`, how many more of them that takes; `generate`.
+new request's name; `step()`, which gives the number of new tokens by name and the names that ended; `ahead`, how many
+steps it computes before it tells what the first of them gave; `running()`, how many hold blocks; `preempted()`, how
+often one lost them, in all; `abort()`, which ends them all; `limits`, what it was opened with; `vocabulary`; `clock`;
+`device_times(step)`, of a step that gives how many tokens it computed, and `device_steps`, how many more of them that
+takes; `generate`.
+
+Steps of an engine that works ahead are told apart by the tokens that come, never by their number. While it is kept busy
+each gives one token, the time between two being that of a step: the longer of what the host and the device need. The
+first tokens after it was idle come with its second step, and took as long as both.
 """
 
 from . import prompts
@@ -45,7 +50,7 @@ class Times:
     def step(self, engine, sequences):
         """Times a step, in which each of `sequences` must get one token."""
         start = self.clock.now()
-        tokens, _ = engine.step()
+        tokens, _ = next_tokens(engine)
         took = self.clock.now().since(start)
         check_step(tokens, sequences)
         self.wall_ms.append(milliseconds(took.wall))
@@ -57,6 +62,15 @@ class Times:
 
 def milliseconds(seconds):
     return round(1e3 * seconds, 6)
+
+
+def next_tokens(engine):
+    """Steps until one gives tokens: the first, or as many more as the engine works ahead."""
+    for _ in range(1 + engine.ahead):
+        tokens, ended = engine.step()
+        if tokens:
+            break
+    return tokens, ended
 
 
 def check_step(tokens, sequences):
@@ -89,7 +103,7 @@ def prefill(engine, sizes, repeats, warm_ups, stage):
 
     def step():
         ask()
-        check_step(engine.step()[0], sequences)
+        check_step(next_tokens(engine)[0], sequences)
         return length * sequences
 
     for number in range(warm_ups):
@@ -107,13 +121,14 @@ def prefill(engine, sizes, repeats, warm_ups, stage):
 
 def decode(engine, sizes, repeats, warm_ups, stage):
     context, sequences = sizes["context"], sizes["sequences"]
-    before = repeats // 2 + warm_ups + 1
+    # Where the engine works ahead the token that a step computes is not the one that it gives.
+    before = repeats // 2 + warm_ups + 1 + engine.ahead
     if context <= before:
         raise invalid(
             "point.decode.context", context, f"at least {before + 1}, for {repeats} repeats, {warm_ups} warm-ups"
         )
     # What comes after the last timed step: those that look at the device, and one so that no sequence ends.
-    longest = context + repeats - repeats // 2 + engine.device_steps + 1
+    longest = context + repeats - repeats // 2 + engine.device_steps + 1 + engine.ahead
     check_fits(engine.limits, sequences, longest, "point.decode")
     if sequences >= engine.limits["max_tokens"]:
         raise invalid("point.decode.sequences", sequences, f"less than max_tokens, {engine.limits['max_tokens']}")
@@ -134,7 +149,7 @@ def decode(engine, sizes, repeats, warm_ups, stage):
             contexts[name] += new
 
     def step():
-        check_step(engine.step()[0], sequences)
+        check_step(next_tokens(engine)[0], sequences)
         return sequences
 
     for number in range(warm_ups):
@@ -146,7 +161,7 @@ def decode(engine, sizes, repeats, warm_ups, stage):
         times.step(engine, sequences)
     answer = times.answer()
     stage("device")
-    middle = sum(contexts.values()) / sequences + warm_ups + repeats // 2
+    middle = sum(contexts.values()) / sequences + warm_ups + repeats // 2 + engine.ahead
     return {**answer, "context": middle, **engine.device_times(step)}
 
 

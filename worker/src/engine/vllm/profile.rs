@@ -4,24 +4,26 @@
 //! over all engines of a group in turn.
 
 use std::ops::Range;
+use std::time::Instant;
 
 use espalier_proto::task::{Profile, Profiled};
 use espalier_search::{CostRow, Point, Subject};
 
 use super::models::{Load, config};
-use super::protocol::{Model, Steps};
+use super::protocol::{DeviceSource, Model, Steps};
 use super::stacks::{Dictionary, Stack, standard_error};
 use super::{Error, InVllm};
 use crate::Result;
 use crate::engine::stacks::last_level_cache_bytes;
 use crate::engine::statistics::{median, spread};
-use crate::engine::{Engine, Opened, Series, Subject as Measured};
+use crate::engine::{Engine, Opened, Series, Subject as Measured, lossless};
 
 /// Rounds at the least, and how many times as many at the most while times scatter.
 const LEAST_ROUNDS: usize = 3;
 const LONGER: usize = 3;
-/// The standard error of a time, as a share of it, with which it is known.
+/// The standard error of a time, as a share of it, with which it is known: by the clock, and a GPU's own.
 const KNOWN: f64 = 0.02;
+const KNOWN_OF_DEVICE: f64 = 0.005;
 /// Steps timed together.
 const PREFILL_STEPS: usize = 3;
 const DECODE_STEPS: usize = 8;
@@ -37,6 +39,26 @@ struct Timed {
     wall: Vec<f64>,
     /// A GPU's own; none of a processor.
     device: Vec<f64>,
+    source: Option<DeviceSource>,
+}
+
+impl Timed {
+    /// Whether it is known well enough after so many rounds at the least. Where rows are the device's own time nobody
+    /// waits for the clock's, which others disturb.
+    fn is_known(&self, rounds: usize) -> bool {
+        let (times, least, known) = if self.device.is_empty() {
+            (&self.wall, rounds, KNOWN)
+        } else {
+            (&self.device, LEAST_ROUNDS, KNOWN_OF_DEVICE)
+        };
+        times.len() >= least && standard_error(times) <= known * median(times)
+    }
+
+    fn insert(&mut self, steps: &Steps) {
+        self.wall.push(median(&steps.wall_ms));
+        self.device.extend(steps.device_ms.as_deref().map(median));
+        self.source = steps.device_source;
+    }
 }
 
 /// `[point][stack]`.
@@ -78,11 +100,13 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
         }
         close_group(engine, group)?;
     }
+    // A table's rows are all of one clock.
+    let by_device = times.iter().flatten().all(|times| !times.device.is_empty());
     let rows: Vec<Vec<CostRow>> = task
         .points
         .iter()
         .zip(&times)
-        .map(|(point, times)| rows(&dictionary, *point, times))
+        .map(|(point, times)| rows(&dictionary, *point, times, by_device))
         .collect::<std::result::Result<_, Error>>()?;
     Ok(Profiled {
         key: engine.cost_key(task.architecture.hidden),
@@ -92,7 +116,7 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
     })
 }
 
-/// Rounds over all engines of a group, until their times are known or as often as is worth it.
+/// Rounds over the parent and all engines of a group, until their times are known or as often as is worth it.
 fn time_group(
     engine: &mut InVllm<'_>,
     task: &Profile,
@@ -103,14 +127,21 @@ fn time_group(
 ) -> Result<()> {
     let rounds = task.rounds.max(LEAST_ROUNDS);
     let mut round = 0;
-    while round < rounds || (round < rounds * LONGER && !is_known(times, group.clone())) {
+    let began = Instant::now();
+    while round < rounds || (round < rounds * LONGER && !is_known(times, group.clone(), rounds)) {
         series.push(engine.run(parent)?);
         time_round(engine, task, group.clone(), round, times)?;
         round += 1;
+        let each = began.elapsed().as_secs_f64() / lossless(round);
         engine
             .surroundings
             .progress(round, round.max(rounds), "rounds", &|| {
-                format!("models {} to {}", group.start + 1, group.end)
+                format!(
+                    "models {} to {}, {each:.0} s a round, at most {} rounds",
+                    group.start + 1,
+                    group.end,
+                    rounds * LONGER
+                )
             })?;
     }
     Ok(())
@@ -124,11 +155,25 @@ fn forget(times: &mut Times, group: Range<usize>) {
 
 /// What times at a point say. Where a device tells its own, rows are of that, and the host's floor, which even the
 /// shortest model does not fall below, stands beside them.
-fn rows(dictionary: &Dictionary, point: Point, times: &[Timed]) -> std::result::Result<Vec<CostRow>, Error> {
+fn rows(
+    dictionary: &Dictionary,
+    point: Point,
+    times: &[Timed],
+    by_device: bool,
+) -> std::result::Result<Vec<CostRow>, Error> {
     let of =
         |which: fn(&Timed) -> &Vec<f64>| times.iter().map(|times| which(times).clone()).collect::<Vec<_>>();
-    if times.iter().any(|times| times.device.is_empty()) {
+    if !by_device {
         return dictionary.rows(point, &of(|times| &times.wall));
+    }
+    let first = times.first().and_then(|times| times.source);
+    if times.iter().any(|times| times.source != first) {
+        return Err(Error::Engine {
+            reason: format!(
+                "at {point} it replays a graph for some stacks and runs single kernels for others, whose times do not \
+                 compare; give a batch that it captures"
+            ),
+        });
     }
     let mut rows = dictionary.rows(point, &of(|times| &times.device))?;
     let shortest = times
@@ -231,7 +276,7 @@ fn close_group(engine: &mut InVllm<'_>, group: Range<usize>) -> Result<()> {
     Ok(())
 }
 
-/// Every engine of the group at every point; every other round in the opposite order.
+/// Every engine of the group at every point where its time is not known; every other round in the opposite order.
 fn time_round(
     engine: &mut InVllm<'_>,
     task: &Profile,
@@ -239,6 +284,7 @@ fn time_round(
     round: usize,
     times: &mut Times,
 ) -> Result<()> {
+    let rounds = task.rounds.max(LEAST_ROUNDS);
     for (point, times) in task.points.iter().zip(times) {
         let forth: Vec<usize> = group.clone().collect();
         let order: Vec<usize> = if round.is_multiple_of(2) {
@@ -247,17 +293,16 @@ fn time_round(
             forth.into_iter().rev().collect()
         };
         for stack in order {
-            let steps = time_steps(engine, &name(stack), *point)?;
-            if let Some(times) = times.get_mut(stack) {
-                times.wall.push(median(&steps.wall_ms));
-                times.device.extend(steps.device_ms.map(|times| median(&times)));
-            }
+            let Some(times) = times.get_mut(stack).filter(|times| !times.is_known(rounds)) else {
+                continue;
+            };
+            times.insert(&time_steps(engine, &name(stack), *point)?);
         }
     }
     Ok(())
 }
 
-/// Several steps at a point, on a machine that is not busy.
+/// Several steps at a point, on a machine that is not busy where it is the host's processors that compute.
 fn time_steps(engine: &mut InVllm<'_>, name: &str, point: Point) -> Result<Steps> {
     let repeats = match point {
         Point::Prefill { .. } => PREFILL_STEPS,
@@ -274,18 +319,16 @@ fn time_steps(engine: &mut InVllm<'_>, name: &str, point: Point) -> Result<Steps
     };
     loop {
         let steps = engine.helper.steps(name, point, repeats, engine.surroundings)?;
-        if !engine.retakes(steps.busy) {
+        if steps.device_ms.is_some() || !engine.retakes(steps.busy) {
             return Ok(steps);
         }
     }
 }
 
 /// Whether every time of the group's models is known well enough.
-fn is_known(times: &Times, group: Range<usize>) -> bool {
+fn is_known(times: &Times, group: Range<usize>, rounds: usize) -> bool {
     let of_group = times
         .iter()
         .flat_map(|stacks| stacks.get(group.clone()).unwrap_or_default());
-    of_group
-        .into_iter()
-        .all(|times| standard_error(&times.wall) <= KNOWN * median(&times.wall))
+    of_group.into_iter().all(|times| times.is_known(rounds))
 }

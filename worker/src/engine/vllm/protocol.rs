@@ -174,6 +174,19 @@ pub(super) struct Steps {
     /// A GPU's own time.
     #[serde(default)]
     pub device_ms: Option<Vec<f64>>,
+    /// What that is the time of.
+    #[serde(default)]
+    pub device_source: Option<DeviceSource>,
+}
+
+/// How a GPU's own time of a step was taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum DeviceSource {
+    /// Its graph replayed back to back, and the kernels that it runs beside.
+    Graph,
+    /// The sum of its kernels.
+    Kernels,
 }
 
 /// A workload, served.

@@ -101,9 +101,13 @@ impl World {
     }
 
     fn profile(&self) -> Result<Profiled> {
+        self.profile_of(&task())
+    }
+
+    fn profile_of(&self, task: &Profile) -> Result<Profiled> {
         let mut vllm = Vllm::new(self.options.clone());
         let mut engine = vllm.engine(Precision::Bf16, &self.whoever)?;
-        let profiled = engine.profile(&task())?;
+        let profiled = engine.profile(task)?;
         engine.close()?;
         assert!(vllm.helper.is_some(), "it is kept for the next task");
         Ok(profiled)
@@ -484,6 +488,24 @@ fn on_a_gpu_rows_are_its_own_time_and_the_hosts_floor_stands_beside_them() {
         "{device} for {expected}"
     );
     assert!(floor > device, "{floor}");
+}
+
+#[test]
+fn on_a_gpu_rounds_end_with_its_own_times_however_the_clock_scatters() {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let world = World::new(&[
+        ("FAKE_VLLM_CUDA", "1"),
+        ("FAKE_VLLM_NOISE", "1"),
+        ("FAKE_VLLM_LOG", log.path().to_str().unwrap()),
+    ]);
+    let mut task = task();
+    task.rounds = 7;
+    let profiled = world.profile_of(&task).unwrap();
+    assert_eq!(profiled.parent.latency_ms.samples.len(), 7);
+    let asked = fs::read_to_string(log.path()).unwrap();
+    let steps = asked.lines().filter(|line| line.contains("\"steps\"")).count();
+    // A parent, a short model, and two stacks of each shape: their own times do not scatter and take three rounds.
+    assert_eq!(steps, 3 * (2 + 2 * 4) * task.points.len());
 }
 
 #[test]
