@@ -6,6 +6,7 @@ PYTHON is of the environment that has vLLM and the plugin.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -182,30 +183,46 @@ def opened(helper, name, workload, blocks, bytes_of_block, **model):
     )
 
 
-def check_unseen(figures, helper, table, config, layers, given):
+def served_ms(helper, engine):
+    served = helper.ask("serve", timeout=900, engine=engine, workload=WORKLOAD, requests=WORKLOAD["concurrency"])
+    return statistics.median(served["end_to_end_ms"])
+
+
+def open_candidate(helper, name, config, blocks):
+    model = flat(config, blocks)
+    opened(helper, name, WORKLOAD, blocks_needed(WORKLOAD), block_bytes(model), config=model)
+
+
+def check_unseen(figures, helper, table, config, parent, given):
+    """Candidates are served in turns and compared with the sums of the job's table. The parent is served with them, since
+    its time, which the table has too, says how far the machine's pace has moved since the table was made.
+    """
     price = costs(table)
-    shapes = sorted(name for name in price if name != "base")
-    wanted = list(candidates(shapes, layers, given.candidates))
-    for number, blocks in enumerate(wanted):
+    wanted = list(candidates(sorted(name for name in price if name != "base"), len(parent) // 2, given.candidates))
+    names = ["parent", *(f"candidate {number}" for number in range(len(wanted)))]
+    for name, blocks in zip(names, [parent, *wanted]):
         model = flat(config, blocks)
-        opened(helper, f"c{number}", WORKLOAD, blocks_needed(WORKLOAD), block_bytes(model), config=model)
-    times = [[] for _ in wanted]
+        opened(helper, name, WORKLOAD, blocks_needed(WORKLOAD), block_bytes(model), config=model)
+    times = {name: [] for name in names}
     for turn in range(given.rounds + 1):
-        for number in range(len(wanted)):
+        for name in names:
             requests = WORKLOAD["concurrency"]
-            served = helper.ask("serve", timeout=900, engine=f"c{number}", workload=WORKLOAD, requests=requests)
+            served = helper.ask("serve", timeout=900, engine=name, workload=WORKLOAD, requests=requests)
             if turn > 0:
-                times[number].append(statistics.median(served["end_to_end_ms"]))
+                times[name].append(statistics.median(served["end_to_end_ms"]))
+    for name in names:
+        helper.ask("close", engine=name)
+    pace = statistics.median(times["parent"]) / table["profile"]["parent"]["latency_ms"]["median"]
+    print(f"      the parent takes {pace:.3f} times as long as when the table was made")
     errors = []
-    for number, (blocks, taken) in enumerate(zip(wanted, times)):
-        predicted, measured = price["base"] + sum(price[block] for block in blocks), statistics.median(taken)
-        spread = statistics.median(abs(each - measured) for each in taken) / measured
+    for name, blocks in zip(names[1:], wanted):
+        predicted, measured = price["base"] + sum(price[block] for block in blocks), statistics.median(times[name])
+        scatter = statistics.median(abs(each - measured) for each in times[name]) / measured
         errors.append(abs(predicted / measured - 1))
         print(
-            f"      candidate {number}, {len(blocks)} blocks: predicted {predicted:.2f} ms, measured {measured:.2f} ms "
-            f"({predicted / measured - 1:+.1%}), its repeats scatter by {spread:.1%}"
+            f"      {name}, {len(blocks)} blocks: predicted {predicted:.2f} ms, measured {measured:.2f} ms "
+            f"({predicted / measured - 1:+.1%}), its repeats scatter by {scatter:.1%}"
         )
-        helper.ask("close", engine=f"c{number}")
     median, worst = statistics.median(errors), max(errors)
     figures.add(
         f"{len(errors)} candidates never measured as a whole: error of end-to-end latency {median:.1%} in the middle "
@@ -233,35 +250,46 @@ def check_keys_and_values(figures, helper, directory):
         figures.add(text, suffices == (less == 0))
 
 
+@contextlib.contextmanager
+def vllm_helper(log):
+    """A process of vLLM's, as a worker starts it."""
+    command, threads = [sys.executable, "-m", "espalier_vllm.helper"], str(os.cpu_count())
+    with Client(command, {"OMP_NUM_THREADS": threads}, log) as helper:
+        helper.ask("hello", protocol=1)
+        yield helper
+        helper.end(timeout=60)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("program")
     parser.add_argument("parent", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--candidates", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--grid", type=int, default=256)
     parser.add_argument("--recovery", type=int, default=32768)
     given = parser.parse_args()
     figures = Figures()
     shared = {"parent": given.parent.resolve(), "grid": given.grid}
-    limits, tokens = "{latency: 75%}", given.recovery
-    status, report = run(given.program, given.output, "latency", limits=limits, recovery=tokens, **shared)
-    check_limit(figures, "latency", status, report)
-    latency = given.output / "latency"
-    status, report = run(given.program, given.output, "memory", limits="{memory: 80%}", recovery=0, **shared)
-    check_limit(figures, "memory", status, report)
-
+    latency, memory = given.output / "latency", given.output / "memory"
     log = open(given.output / "helper.log", "wb")
-    command, threads = [sys.executable, "-m", "espalier_vllm.helper"], str(os.cpu_count())
-    with Client(command, {"OMP_NUM_THREADS": threads}, log) as helper:
-        helper.ask("hello", protocol=1)
+
+    status, report = run(given.program, given.output, "latency", limits="{latency: 75%}", recovery=given.recovery, **shared)
+    check_limit(figures, "latency", status, report)
+    # At once, while the machine still has the pace that it had in the profile.
+    with vllm_helper(log) as helper:
         config = json.loads((latency / "checkpoint" / "config.json").read_text())
         table = json.loads((latency / "cost-table.json").read_text())
-        blocks = json.loads((latency / "report.json").read_text())["parent"]["architecture"]["blocks"]
-        check_unseen(figures, helper, table, config, len(blocks) // 2, given)
-        check_keys_and_values(figures, helper, given.output / "memory" / "checkpoint")
-        helper.end(timeout=60)
+        architecture = json.loads((latency / "report.json").read_text())["parent"]["architecture"]
+        parent = [json.dumps(entry(block["shape"])) for block in architecture["blocks"]]
+        check_unseen(figures, helper, table, config, parent, given)
+
+    status, report = run(given.program, given.output, "memory", limits="{memory: 80%}", recovery=0, **shared)
+    check_limit(figures, "memory", status, report)
+    with vllm_helper(log) as helper:
+        check_keys_and_values(figures, helper, memory / "checkpoint")
+
     served = subprocess.run([sys.executable, ROOT / "serving" / "tests" / "check_served.py", latency / "checkpoint"])
     text = "the export's 20 greedy texts are transformers', and perplexities agree to three digits"
     figures.add(text, served.returncode == 0)
