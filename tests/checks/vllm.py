@@ -194,8 +194,8 @@ def open_candidate(helper, name, config, blocks):
 
 
 def check_unseen(figures, helper, table, config, parent, given):
-    """Candidates are served in turns and compared with the sums of the job's table. The parent is served with them, since
-    its time, which the table has too, says how far the machine's pace has moved since the table was made.
+    """Candidates are served in turns and compared with the sums of the job's table. The parent is served with them: its
+    time, which the table has too, says how far the machine's pace has moved since the table was made.
     """
     price = costs(table)
     wanted = list(candidates(sorted(name for name in price if name != "base"), len(parent) // 2, given.candidates))
@@ -275,7 +275,8 @@ def main():
     latency, memory = given.output / "latency", given.output / "memory"
     log = open(given.output / "helper.log", "wb")
 
-    status, report = run(given.program, given.output, "latency", limits="{latency: 75%}", recovery=given.recovery, **shared)
+    limits, tokens = "{latency: 75%}", given.recovery
+    status, report = run(given.program, given.output, "latency", limits=limits, recovery=tokens, **shared)
     check_limit(figures, "latency", status, report)
     # At once, while the machine still has the pace that it had in the profile.
     with vllm_helper(log) as helper:
