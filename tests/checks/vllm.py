@@ -6,20 +6,16 @@ PYTHON is of the environment that has vLLM and the plugin.
 """
 
 import argparse
-import contextlib
 import json
 import math
-import os
-import random
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT / "serving" / "tests"))
+from measured import ROOT, Figures, block_bytes, candidates, check_limit, entry, flat, rows, run, vllm_helper
 
-from client import Client, Refused  # noqa: E402
+from client import Refused
 
 WORKLOAD = {"prompt_tokens": 128, "output_tokens": 32, "concurrency": 1}
 SPEC = """
@@ -38,67 +34,6 @@ MOST_MEDIAN, MOST_WORST = 0.05, 0.10
 BLOCK_TOKENS = 32
 
 
-class Figures:
-    """What was found, and whether it holds; printed at the end."""
-
-    def __init__(self):
-        self.lines = []
-
-    def add(self, text, holds):
-        self.lines.append((text, holds))
-        print(f"{'ok  ' if holds else 'FAIL'}  {text}", flush=True)
-
-    def end(self):
-        print()
-        for text, holds in self.lines:
-            print(f"{'ok  ' if holds else 'FAIL'}  {text}")
-        held = sum(holds for _, holds in self.lines)
-        print(f"check-vllm: {held} of {len(self.lines)} hold")
-        return 0 if held == len(self.lines) else 1
-
-
-def run(program, output, name, **spec):
-    """One command; the report, or None where the job failed."""
-    path = output / f"{name}.yaml"
-    path.write_text(SPEC.format(data=ROOT / "examples" / "data", **spec))
-    command = [program, "run", path, "--output-dir", output / name, "--vllm-python", sys.executable]
-    status = subprocess.run(command).returncode
-    report = output / name / "report.json"
-    if not report.exists():
-        return status, None
-    return status, json.loads(report.read_text())
-
-
-def check_limit(figures, metric, status, report):
-    if report is None:
-        figures.add(f"{metric}: the job ended with {status}", False)
-        return
-    [limit] = [each for each in report["limits"] if each["metric"] == metric]
-    reading = limit["verified"]
-    figures.add(
-        f"{metric}: the export measures {reading['value']:.6g}, limit {reading['limit']:.6g}, parent beside it "
-        f"{reading['parent']:.6g}, predicted {reading['predicted']:.6g} ({reading['error']:+.1%})",
-        status == 0 and reading["inside"],
-    )
-
-
-def entry(subject):
-    """A cost row's block as an entry of a flat config."""
-    if "attention" in subject:
-        shape = subject["attention"]
-        return {
-            "type": "attention",
-            "num_attention_heads": shape["kv_groups"] * shape["queries_per_group"],
-            "num_key_value_heads": shape["kv_groups"],
-            "head_dim": shape["head_dim"],
-            "qkv_bias": shape["qkv_bias"],
-            "output_bias": shape["output_bias"],
-            "qk_norm": shape["qk_norm"],
-            "sliding_window": shape["sliding_window"],
-        }
-    return {"type": "mlp", "intermediate_size": subject["mlp"]["channels"], "bias": subject["mlp"]["bias"]}
-
-
 def request_ms(points, workload):
     """A whole request by one subject's times at points: prefill, and each later token at its context."""
     prompt, steps = workload["prompt_tokens"], workload["output_tokens"] - 1
@@ -114,53 +49,12 @@ def request_ms(points, workload):
 
 def costs(table):
     """Milliseconds of a request by shape, as JSON of its entry, and of the base."""
-    rows = {}
-    for row in table["profile"]["rows"]:
-        [(kind, load)] = row["point"].items()
-        if load["sequences"] != WORKLOAD["concurrency"]:
-            continue
-        name = json.dumps(entry(row["subject"]["block"])) if "block" in row["subject"] else "base"
-        rows.setdefault(name, {})[kind, load["tokens" if kind == "prefill" else "context"]] = row["median_ms"]
-    return {name: request_ms(points, WORKLOAD) for name, points in rows.items()}
-
-
-def candidates(shapes, layers, count):
-    """Lists of blocks that nobody measured: sizes and absences at random, never without attention."""
-    source = random.Random(20)
-    attention = [shape for shape in shapes if json.loads(shape)["type"] == "attention"]
-    mlp = [shape for shape in shapes if json.loads(shape)["type"] == "mlp"]
-    for _ in range(count):
-        keep = source.uniform(0.6, 1.0)
-        blocks = [source.choice(attention)]
-        for _ in range(layers):
-            blocks += [source.choice(kind) for kind in (mlp, attention) if source.random() < keep]
-        yield blocks
-
-
-def flat(config, blocks):
-    kept = "vocab_size hidden_size hidden_act rms_norm_eps tie_word_embeddings bos_token_id eos_token_id".split()
-    return {
-        **{key: config[key] for key in kept if key in config},
-        "model_type": "espalier",
-        "architectures": ["EspalierForCausalLM"],
-        "family": config.get("family", config["model_type"]),
-        "dtype": "float32",
-        "rope_theta": 10000.0,
-        "max_position_embeddings": max(512, config["max_position_embeddings"]),
-        "blocks": [json.loads(block) for block in blocks],
-    }
-
-
-def block_bytes(config):
-    """Bytes of keys and values of one block of tokens, f32."""
-    blocks = config.get("blocks")
-    if blocks is None:
-        heads = config["num_attention_heads"]
-        head = config.get("head_dim") or config["hidden_size"] // heads
-        widths = [config.get("num_key_value_heads", heads) * head] * config["num_hidden_layers"]
-    else:
-        widths = [b["num_key_value_heads"] * b["head_dim"] for b in blocks if b["type"] == "attention"]
-    return BLOCK_TOKENS * sum(2 * 4 * width for width in widths)
+    alone = WORKLOAD["concurrency"]
+    found = {}
+    for name, places in rows(table).items():
+        points = {place[:2]: median for place, median in places.items() if place[2] == alone}
+        found[name] = request_ms(points, WORKLOAD)
+    return found
 
 
 def blocks_needed(workload):
@@ -183,16 +77,6 @@ def opened(helper, name, workload, blocks, bytes_of_block, **model):
     )
 
 
-def served_ms(helper, engine):
-    served = helper.ask("serve", timeout=900, engine=engine, workload=WORKLOAD, requests=WORKLOAD["concurrency"])
-    return statistics.median(served["end_to_end_ms"])
-
-
-def open_candidate(helper, name, config, blocks):
-    model = flat(config, blocks)
-    opened(helper, name, WORKLOAD, blocks_needed(WORKLOAD), block_bytes(model), config=model)
-
-
 def check_unseen(figures, helper, table, config, parent, given):
     """Candidates are served in turns and compared with the sums of the job's table. The parent is served with them: its
     time, which the table has too, says how far the machine's pace has moved since the table was made.
@@ -201,8 +85,9 @@ def check_unseen(figures, helper, table, config, parent, given):
     wanted = list(candidates(sorted(name for name in price if name != "base"), len(parent) // 2, given.candidates))
     names = ["parent", *(f"candidate {number}" for number in range(len(wanted)))]
     for name, blocks in zip(names, [parent, *wanted]):
-        model = flat(config, blocks)
-        opened(helper, name, WORKLOAD, blocks_needed(WORKLOAD), block_bytes(model), config=model)
+        model = flat(config, blocks, "f32")
+        bytes_of_block = block_bytes(model, BLOCK_TOKENS, "f32")
+        opened(helper, name, WORKLOAD, blocks_needed(WORKLOAD), bytes_of_block, config=model)
     times = {name: [] for name in names}
     for turn in range(given.rounds + 1):
         for name in names:
@@ -239,7 +124,8 @@ def check_keys_and_values(figures, helper, directory):
         blocks = blocks_needed(workload) - less
         name = f"kv{less}"
         try:
-            told = opened(helper, name, workload, blocks, block_bytes(config), directory=str(directory.resolve()))
+            each = block_bytes(config, BLOCK_TOKENS, "f32")
+            told = opened(helper, name, workload, blocks, each, directory=str(directory.resolve()))
             served = helper.ask("serve", timeout=900, engine=name, workload=workload, requests=4)
             suffices = served["preemptions"] == 0 and served["peak_running"] == 4
             found = f"{told['kv_blocks']} made, {served['preemptions']} preemptions, {served['peak_running']} at once"
@@ -248,16 +134,6 @@ def check_keys_and_values(figures, helper, directory):
             suffices, found = False, str(refused)
         text = f"in {blocks} blocks of keys and values a workload of 4 requests {expected} ({found})"
         figures.add(text, suffices == (less == 0))
-
-
-@contextlib.contextmanager
-def vllm_helper(log):
-    """A process of vLLM's, as a worker starts it."""
-    command, threads = [sys.executable, "-m", "espalier_vllm.helper"], str(os.cpu_count())
-    with Client(command, {"OMP_NUM_THREADS": threads}, log) as helper:
-        helper.ask("hello", protocol=1)
-        yield helper
-        helper.end(timeout=60)
 
 
 def main():
@@ -270,13 +146,16 @@ def main():
     parser.add_argument("--grid", type=int, default=256)
     parser.add_argument("--recovery", type=int, default=32768)
     given = parser.parse_args()
-    figures = Figures()
-    shared = {"parent": given.parent.resolve(), "grid": given.grid}
+    figures = Figures("check-vllm")
     latency, memory = given.output / "latency", given.output / "memory"
     log = open(given.output / "helper.log", "wb")
 
-    limits, tokens = "{latency: 75%}", given.recovery
-    status, report = run(given.program, given.output, "latency", limits=limits, recovery=tokens, **shared)
+    def spec(limits, recovery):
+        data = ROOT / "examples" / "data"
+        parent = given.parent.resolve()
+        return SPEC.format(parent=parent, data=data, grid=given.grid, limits=limits, recovery=recovery)
+
+    status, report = run(given.program, given.output, "latency", spec("{latency: 75%}", given.recovery))
     check_limit(figures, "latency", status, report)
     # At once, while the machine still has the pace that it had in the profile.
     with vllm_helper(log) as helper:
@@ -286,7 +165,7 @@ def main():
         parent = [json.dumps(entry(block["shape"])) for block in architecture["blocks"]]
         check_unseen(figures, helper, table, config, parent, given)
 
-    status, report = run(given.program, given.output, "memory", limits="{memory: 80%}", recovery=0, **shared)
+    status, report = run(given.program, given.output, "memory", spec("{memory: 80%}", 0))
     check_limit(figures, "memory", status, report)
     with vllm_helper(log) as helper:
         check_keys_and_values(figures, helper, memory / "checkpoint")

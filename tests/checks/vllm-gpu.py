@@ -1,0 +1,260 @@
+"""Runs jobs measured in vLLM on a GPU and asserts what was promised of them: see vllm-gpu.sh.
+
+    PYTHON vllm-gpu.py ESPALIER PARENT OUTPUT [--parts small large] [--rehearsal] [--candidates 8] [--rounds 3]
+
+PYTHON is of the environment that has vLLM and the plugin.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import statistics
+import sys
+from pathlib import Path
+
+from measured import ROOT, Figures, block_bytes, candidates, check_limit, flat, rows, run, vllm_helper
+
+SPEC = """
+parent: {parent}
+data: {{train: [{data}/train.jsonl.xz], validation: [{data}/validation.jsonl.xz]}}
+target:
+  device: {device}
+  engine: vllm
+  precision: {precision}
+  workload: {workload}
+  limits: {limits}
+search: {{{search}, strategies: [heterogeneous]}}
+budget: {{sequence_tokens: 256, calibration_tokens: 8192, scoring_tokens: 1024, recovery_tokens: {recovery},
+  validation_tokens: 4096}}
+recovery: {{learning_rate: 0.0002, batch_sequences: 2}}
+"""
+# A Llama of the 1B class, and what stands for it in a rehearsal.
+LARGE = {"hidden": 2048, "layers": 16, "channels": 8192, "heads": 32, "kv_heads": 8, "head": 64, "vocabulary": 32000}
+REHEARSED = {"hidden": 192, "layers": 4, "channels": 512, "heads": 6, "kv_heads": 3, "head": 32, "vocabulary": 1024}
+NORMS = ("input_layernorm", "post_attention_layernorm")
+MOST_OF_DEVICE = 0.03
+# A head is read from memory at each step, and no GPU reads faster than this: what a time of less has left out.
+FASTEST_BYTES_PER_SECOND = 10e12
+# Steps of decoding that are timed together, and room for those that look at the device.
+REPEATS, MORE = 8, 12
+
+
+class Setting:
+    """The device, and what differs between a GPU and a rehearsal on the processor."""
+
+    def __init__(self, rehearsal):
+        self.rehearsal = rehearsal
+        self.device, self.precision = ("cpu", "f32") if rehearsal else ("cuda", "bf16")
+        self.block_tokens = 32 if rehearsal else 16
+        self.large = REHEARSED if rehearsal else LARGE
+        prompt, output, concurrency = (32, 8, 4) if rehearsal else (256, 64, 64)
+        self.workload = {"prompt_tokens": prompt, "output_tokens": output, "concurrency": concurrency}
+
+    def spec(self, parent, workload, limits, search, recovery):
+        """A job as YAML, which JSON is too."""
+        return SPEC.format(
+            parent=parent.resolve(),
+            data=ROOT / "examples" / "data",
+            device=self.device,
+            precision=self.precision,
+            workload=json.dumps(workload),
+            limits=json.dumps(limits),
+            search=search,
+            recovery=recovery,
+        )
+
+
+def write_parent(directory, sizes):
+    """A Llama with random weights in bf16, and the tokenizer of examples/tiny."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, width = sizes["hidden"], sizes["head"]
+    torch.manual_seed(1)
+
+    def matrix(rows, columns):
+        return (torch.randn(rows, columns) / columns**0.5).to(torch.bfloat16)
+
+    tensors = {"model.embed_tokens.weight": matrix(sizes["vocabulary"], hidden)}
+    shapes = {
+        "self_attn.q_proj": (sizes["heads"] * width, hidden),
+        "self_attn.k_proj": (sizes["kv_heads"] * width, hidden),
+        "self_attn.v_proj": (sizes["kv_heads"] * width, hidden),
+        "self_attn.o_proj": (hidden, sizes["heads"] * width),
+        "mlp.gate_proj": (sizes["channels"], hidden),
+        "mlp.up_proj": (sizes["channels"], hidden),
+        "mlp.down_proj": (hidden, sizes["channels"]),
+    }
+    norms = [f"model.layers.{layer}.{name}" for layer in range(sizes["layers"]) for name in NORMS]
+    for name in [*norms, "model.norm"]:
+        tensors[f"{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    for layer in range(sizes["layers"]):
+        for name, shape in shapes.items():
+            tensors[f"model.layers.{layer}.{name}.weight"] = matrix(*shape)
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    tiny = ROOT / "examples" / "tiny"
+    config = json.loads((tiny / "config.json").read_text())
+    config.update(
+        vocab_size=sizes["vocabulary"],
+        hidden_size=hidden,
+        intermediate_size=sizes["channels"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"],
+        head_dim=width,
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+        torch_dtype="bfloat16",
+    )
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(tiny / name, directory)
+
+
+def small(figures, setting, given):
+    """The parent's job from profile to verify, by a limit on a request's latency."""
+    workload = {"prompt_tokens": 128, "output_tokens": 32, "concurrency": 1}
+    search = "mlp_grid: 512, kv_groups: [3, 1]"
+    spec = setting.spec(given.parent, workload, {"latency": "85%"}, search, given.recovery)
+    status, report = run(given.program, given.output, "small", spec, "--device", setting.device)
+    check_limit(figures, "latency", status, report)
+
+
+def large(figures, setting, given):
+    """A throughput at the concurrency, met by what is served; then models of the same blocks that nobody timed."""
+    parent, sizes = given.output / "large-parent", setting.large
+    if not parent.exists():
+        write_parent(parent, sizes)
+    counts = [sizes["kv_heads"], max(1, sizes["kv_heads"] // 4)]
+    search = f"mlp_grid: {sizes['channels'] // 2}, kv_groups: {counts}"
+    spec = setting.spec(parent, setting.workload, {"throughput": "115%"}, search, 0)
+    status, report = run(given.program, given.output, "large", spec, "--device", setting.device)
+    check_limit(figures, "throughput", status, report)
+    table = given.output / "large" / "cost-table.json"
+    if not table.exists():
+        figures.add("the job left a cost table", False)
+        return
+    known = rows(json.loads(table.read_text()))
+    check_head(figures, setting, known, sizes)
+    check_unseen(figures, setting, known, json.loads((parent / "config.json").read_text()), given)
+
+
+def check_head(figures, setting, known, sizes):
+    """Whether a step's base can have read the head."""
+    head = sizes["vocabulary"] * sizes["hidden"] * 2
+    least = 1e3 * head / FASTEST_BYTES_PER_SECOND
+    for place, base in sorted(known["base"].items()):
+        if place[0] == "decode" and not setting.rehearsal:
+            figures.add(
+                f"{place}: a base of {1e3 * base:.1f} us; to read a head of {head >> 20} MiB takes {1e3 * least:.1f}",
+                base >= least,
+            )
+
+
+def points_of(workload):
+    prompt, concurrency = workload["prompt_tokens"], workload["concurrency"]
+    return [
+        ("decode", prompt, 1),
+        ("decode", prompt, concurrency),
+        ("prefill", prompt, 1),
+        ("prefill", prompt, concurrency),
+    ]
+
+
+def check_unseen(figures, setting, known, config, given):
+    shapes = sorted(name for name in known if name.startswith("{"))
+    wanted = list(candidates(shapes, config["num_hidden_layers"], given.candidates))
+    points = points_of(setting.workload)
+    with open(given.output / "helper.log", "wb") as log, vllm_helper(log) as helper:
+        for number, blocks in enumerate(wanted):
+            open_candidate(helper, setting, f"c{number}", flat(config, blocks, setting.precision))
+            print(f"opened {number + 1} of {len(wanted)}", flush=True)
+        times = time_all(helper, len(wanted), points, given.rounds)
+    for point in points:
+        check_point(figures, setting, known, wanted, point, times)
+
+
+def open_candidate(helper, setting, name, config):
+    workload = setting.workload
+    context = workload["prompt_tokens"] + REPEATS + MORE
+    blocks = workload["concurrency"] * math.ceil(context / setting.block_tokens) + 1
+    helper.ask(
+        "open",
+        timeout=900,
+        engine=name,
+        config=config,
+        precision=setting.precision,
+        max_tokens=max(256, workload["prompt_tokens"] * workload["concurrency"]),
+        max_sequences=workload["concurrency"],
+        max_context=context,
+        kv_bytes=blocks * block_bytes(config, setting.block_tokens, setting.precision),
+        block_tokens=setting.block_tokens,
+        compiled=not setting.rehearsal,
+    )
+
+
+def time_all(helper, count, points, rounds):
+    """Medians of each round by candidate and point: the device's own and the clock's."""
+    found = {}
+    for _ in range(rounds):
+        for number in range(count):
+            for kind, length, sequences in points:
+                point = {kind: {"context" if kind == "decode" else "tokens": length, "sequences": sequences}}
+                answer = helper.ask("steps", timeout=600, engine=f"c{number}", point=point, repeats=REPEATS)
+                for clock in ("device_ms", "wall_ms"):
+                    if answer[clock] is not None:
+                        place = number, (kind, length, sequences), clock
+                        found.setdefault(place, []).append(statistics.median(answer[clock]))
+    return {place: statistics.median(values) for place, values in found.items()}
+
+
+def check_point(figures, setting, known, wanted, point, times):
+    """Predicted against measured at one point: the device's own time, and the clock's by the host's law."""
+    clock = "wall_ms" if setting.rehearsal else "device_ms"
+    host = [known.get(name, {}).get(point, 0.0) for name in ("host_floor", "host_block", "host_alone")]
+    errors, walls = [], []
+    for number, blocks in enumerate(wanted):
+        predicted = known["base"][point] + sum(known[block][point] for block in blocks)
+        measured = times[number, point, clock]
+        errors.append(abs(predicted / measured - 1))
+        wall = max(predicted + host[2], host[0] + host[1] * len(blocks))
+        walls.append(abs(wall / times[number, point, "wall_ms"] - 1))
+        print(
+            f"      {point}, candidate {number}, {len(blocks)} blocks: predicted {predicted:.4f} ms, measured "
+            f"{measured:.4f} ms ({predicted / measured - 1:+.1%}); by the clock {wall:.3f} and "
+            f"{times[number, point, 'wall_ms']:.3f} ms"
+        )
+    told = f"host: {host[0]:.3f} ms, {1e3 * host[1]:.1f} us a block, {host[2]:.3f} ms that the device waits"
+    figures.add(
+        f"{point}: {len(errors)} candidates never measured as a whole: error of the device's time {max(errors):.1%} at "
+        f"worst (at most {MOST_OF_DEVICE:.0%}), {statistics.median(errors):.1%} in the middle; by the clock "
+        f"{statistics.median(walls):.1%} in the middle ({told})",
+        max(errors) <= MOST_OF_DEVICE or setting.rehearsal,
+    )
+
+
+PARTS = {"small": small, "large": large}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("program")
+    parser.add_argument("parent", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rehearsal", action="store_true", help="on the processor, small; asserts limits only")
+    parser.add_argument("--candidates", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--recovery", type=int, default=32768)
+    given = parser.parse_args()
+    figures = Figures("check-vllm-gpu")
+    setting = Setting(given.rehearsal)
+    for part in given.parts:
+        PARTS[part](figures, setting, given)
+    return figures.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
