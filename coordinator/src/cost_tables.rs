@@ -169,7 +169,7 @@ impl KeptTable {
             let subject = match &row.subject {
                 Subject::Block(shape) => profile.shapes.contains(shape),
                 Subject::Base { vocab_size } => *vocab_size == profile.architecture.vocab_size,
-                Subject::HostFloor => true,
+                Subject::HostFloor | Subject::HostBlock | Subject::HostAlone => true,
             };
             subject && profile.points.contains(&row.point)
         };

@@ -80,10 +80,16 @@ pub enum Subject {
     },
     /// One block.
     Block(BlockShape),
-    /// The host's own time for a step, which no device is fast enough to hide. Where a table has it at a point,
-    /// every other row at that point is the device's time alone, and a step takes the larger of the two:
-    /// max(Σ device, floor). Where it has none, rows are what the clock said, and add up by themselves.
+    /// The host's own time for a step of no blocks. A table that has it is of a device beside a host: every row of a base
+    /// or a block is then the device's time alone, and a step of n blocks takes
+    /// max(Σ device + alone, floor + n · block) by the clock. In a table without, rows are what the clock said, and add
+    /// up by themselves.
     HostFloor,
+    /// The host's own time for each block of a step. Older tables have none: their floor is one whatever the blocks.
+    HostBlock,
+    /// What the device waits for the host in each step: before it is launched and after it has ended. Older tables have
+    /// none.
+    HostAlone,
 }
 
 /// Under which load it was timed.
@@ -152,6 +158,8 @@ impl fmt::Display for Subject {
         match self {
             Self::Base { vocab_size } => write!(formatter, "the base with {vocab_size} vocabulary entries"),
             Self::HostFloor => formatter.write_str("the host's floor"),
+            Self::HostBlock => formatter.write_str("the host's time for each block"),
+            Self::HostAlone => formatter.write_str("the host's time that the device waits for"),
             Self::Block(shape) => match shape {
                 BlockShape::Attention(attention) => write!(
                     formatter,

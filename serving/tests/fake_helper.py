@@ -35,7 +35,8 @@ Time passes as if it were slept. The environment says what else is different:
     FAKE_VLLM_NOISE    1: others take up to half of the processors; times up to twice as long, and `busy` says so
     FAKE_VLLM_MIXING   0.1 means that a model with d different block shapes costs 1 + 0.1 × (d − 2) times the sum
     FAKE_VLLM_VERSION  the version it says it is, "0.32.0"
-    FAKE_VLLM_CUDA     1: a GPU, with graphs and device times (60% of the clock's)
+    FAKE_VLLM_CUDA     1: a GPU, with graphs. Its own time of a step is 60% of the above; by the clock a step of n blocks
+                       takes the longer of that and 100 µs, and of 300 + 60 n
     FAKE_VLLM_LOG      path of a file to which each request's line is appended
 """
 
@@ -59,6 +60,10 @@ ANSWERS = 3
 TESTED = ("0.26", "0.32")
 HEAD_SIZES = [32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512]
 CUDA = os.environ.get("FAKE_VLLM_CUDA") == "1"
+# A GPU's share of a step, and the host's part: what the device waits for, and what it needs itself; microseconds.
+DEVICE_SHARE, ALONE, FLOOR, BLOCK = 0.6, 100, 300, 60
+# Of a GPU's memory: what each engine keeps beside weights, keys and values, what it takes while it runs, and the context.
+GRAPHS, ACTIVATIONS, OUTSIDE = 64 << 20, 32 << 20, 512 << 20
 
 
 class FakeClock:
@@ -99,7 +104,7 @@ class FakeEngine:
         self.vocabulary = config["vocab_size"]
         self.clock = FakeClock()
         self.waiting, self.active, self.lost, self.asked = {}, {}, 0, 0
-        self.last = (0, 0)
+        self.last, self.ran = (0, 0), False
 
     def add(self, length, new_tokens):
         self.asked += 1
@@ -143,8 +148,8 @@ class FakeEngine:
             self.active[name] = self.waiting.pop(name)
             sequence.computed = take
             room, tokens, keys = room - take, tokens + take, keys + take * take
-        self.last = (tokens, keys)
-        self.clock.pass_by(1e-6 * microseconds(self.config, tokens, keys))
+        self.last, self.ran = (tokens, keys), True
+        self.clock.pass_by(1e-6 * self.wall(microseconds(self.config, tokens, keys)))
         got, ended = {}, []
         for name, sequence in list(self.active.items()):
             if sequence.computed == sequence.known:
@@ -154,6 +159,11 @@ class FakeEngine:
                     ended.append(name)
                     del self.active[name]
         return got, ended
+
+    def wall(self, computing):
+        if not CUDA:
+            return computing
+        return max(DEVICE_SHARE * computing + ALONE, FLOOR + BLOCK * len(self.config["blocks"]))
 
     def running(self):
         return len(self.active)
@@ -171,7 +181,7 @@ class FakeEngine:
         tokens, keys = self.last
         fitting = [size for size in self.graph_sizes if size >= tokens]
         captured = min(fitting) if fitting else None
-        value = round(6e-4 * microseconds(self.config, captured or tokens, keys), 6)
+        value = round(1e-3 * DEVICE_SHARE * microseconds(self.config, captured or tokens, keys), 6)
         source = "graph" if captured else "kernels"
         outside = round(value / 10, 6) if captured else None
         return {"device_ms": [value] * 3, "device_source": source, "outside_ms": outside, "captured": captured}
@@ -231,15 +241,23 @@ class FakePlatform:
             "graphs": CUDA,
             "block_tokens": {"default": 16, "multiple": 16} if CUDA else {"default": 128, "multiple": 32},
             "memory_bytes": 8 << 30,
+            "cache_bytes": 1 << 20 if CUDA else None,
         }
 
     def memory(self):
-        held = 1 << 30
-        return (
-            {"reserved_bytes": held, "peak_reserved_bytes": held, "used_bytes": held, "total_bytes": 8 << 30}
-            if CUDA
-            else None
-        )
+        if not CUDA:
+            return None
+        held = sum(engine.bytes + GRAPHS for engine in OPEN)
+        most = held + max((ACTIVATIONS for engine in OPEN if engine.ran), default=0)
+        for engine in OPEN:
+            engine.ran = False
+        return {
+            "reserved_bytes": held,
+            "peak_reserved_bytes": most,
+            "outside_bytes": OUTSIDE,
+            "used_bytes": held + OUTSIDE,
+            "total_bytes": 8 << 30,
+        }
 
     def open(self, fields, stage):
         config = fields["config"]

@@ -392,7 +392,18 @@ class FakeGpu:
                 ]
 
         self.Graph = Graph
-        self.cuda = SimpleNamespace(CUDAGraph=Graph, Event=Event, synchronize=lambda: None)
+        self.cuda = SimpleNamespace(
+            CUDAGraph=Graph,
+            Event=Event,
+            synchronize=lambda: None,
+            mem_get_info=lambda: (self.total - self.others - self.reserved, self.total),
+            memory_reserved=lambda: self.reserved,
+            max_memory_reserved=lambda: self.peak,
+            empty_cache=lambda: setattr(self, "reserved", self.live),
+            reset_peak_memory_stats=lambda: setattr(self, "peak", self.reserved),
+        )
+        # Bytes: what is referenced, what the allocator holds of it and for it, and what is beside the allocator.
+        self.live, self.reserved, self.peak, self.others, self.total = 0, 0, 0, 1 << 29, 1 << 37
         self.profiler = SimpleNamespace(profile=Profile, ProfilerActivity=SimpleNamespace(CUDA="cuda"))
 
     def launch(self, name, microseconds):
@@ -439,6 +450,18 @@ class Device(unittest.TestCase):
         whole = {"attention": (10, 0.205), "head": (1, 0.04), "gemm": (11, 0.09)}
         self.assertAlmostEqual(device.beyond(whole, {"attention": (10, 0.2), "gemm": (10, 0.05)}), 0.08)
         self.assertEqual(device.beyond({"gemm": (11, 0.05)}, {"gemm": (10, 0.06)}), 0.0)
+
+
+    def test_memory_is_told_without_what_lies_about_and_the_most_with_it(self):
+        self.assertTrue(device.is_ours_alone())
+        self.gpu.live, self.gpu.reserved, self.gpu.peak = 100, 150, 180
+        first = device.take_memory(alone=True)
+        self.assertEqual((first["reserved_bytes"], first["peak_reserved_bytes"]), (100, 180))
+        self.assertEqual((first["outside_bytes"], first["used_bytes"]), (1 << 29, 100 + (1 << 29)))
+        self.gpu.others = 5 << 30
+        self.assertFalse(device.is_ours_alone())
+        again = device.take_memory(alone=False)
+        self.assertEqual((again["peak_reserved_bytes"], again["outside_bytes"]), (100, None))
 
 
 class Ahead:

@@ -71,7 +71,7 @@ pub(crate) fn table_rows(table: &KeptTable) -> Listing {
 fn subject(subject: &Subject) -> String {
     match subject {
         Subject::Base { vocab_size } => format!("base of {vocab_size} entries"),
-        Subject::HostFloor => "the host's floor".to_owned(),
+        Subject::HostFloor | Subject::HostBlock | Subject::HostAlone => subject.to_string(),
         Subject::Block(BlockShape::Attention(attention)) => format!(
             "attention {}/{} × {}",
             attention.query_heads(),

@@ -244,7 +244,7 @@ pub(super) fn key(subject: &Subject) -> String {
     match subject {
         Subject::Base { vocab_size } => format!("base of {vocab_size} entries"),
         Subject::Block(shape) => block_key(shape),
-        Subject::HostFloor => "the host's floor".to_owned(),
+        Subject::HostFloor | Subject::HostBlock | Subject::HostAlone => subject.to_string(),
     }
 }
 

@@ -9,6 +9,9 @@ LOOKS = 3
 # Steps that `times` may take: one to see what runs, and one for each time or look.
 STEPS = 1 + max(TIMES, LOOKS)
 
+# A process's context takes less than this, and a model that somebody serves more.
+LONELY_BYTES = 2 << 30
+
 # Graphs that were replayed since this was last emptied, while somebody looks.
 replayed, looking = [], [False]
 
@@ -33,6 +36,13 @@ def name():
     return torch.cuda.get_device_name(0)
 
 
+def cache_bytes():
+    """Of the cache before the memory."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).L2_cache_size
+
+
 def memory():
     import torch
 
@@ -40,19 +50,33 @@ def memory():
     return {"free_bytes": free, "total_bytes": total}
 
 
-def take_memory():
-    """Held by this process's allocator now and at most since this was last asked, and used by everybody."""
+def is_ours_alone():
+    """Whether nobody else has memory of the device, as far as can be told before anything was put there."""
+    held = memory()
+    return held["total_bytes"] - held["free_bytes"] < LONELY_BYTES
+
+
+def take_memory(alone):
+    """Held by this process's allocator now and at most since this was last asked, and by whatever else there is.
+
+    What is free is given back to the device between, so that models opened earlier hide nothing of later ones.
+    `outside_bytes` is what is used beside the allocator's: the context, libraries, launched graphs. Where the device is
+    not ours alone that cannot be told from others'.
+    """
     import torch
 
-    held = memory()
-    answer = {
-        "reserved_bytes": torch.cuda.memory_reserved(),
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
-        "used_bytes": held["total_bytes"] - held["free_bytes"],
+    peak = torch.cuda.max_memory_reserved()
+    empty_cache()
+    held, reserved = memory(), torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    used = held["total_bytes"] - held["free_bytes"]
+    return {
+        "reserved_bytes": reserved,
+        "peak_reserved_bytes": max(peak, reserved),
+        "used_bytes": used,
+        "outside_bytes": used - reserved if alone else None,
         "total_bytes": held["total_bytes"],
     }
-    torch.cuda.reset_peak_memory_stats()
-    return answer
 
 
 def empty_cache():
@@ -132,6 +156,9 @@ def beyond(whole, part):
     By name, and of a name only where it ran more often: the same kernels take a little longer or shorter each time, and
     those are most of a step.
     """
-    nothing = (0, 0.0)
-    more = [(ms, part.get(name, nothing)[1]) for name, (count, ms) in whole.items() if count > part.get(name, nothing)[0]]
-    return max(0.0, sum(ms - known for ms, known in more))
+    more = 0.0
+    for name, (count, ms) in whole.items():
+        known_count, known_ms = part.get(name, (0, 0.0))
+        if count > known_count:
+            more += ms - known_ms
+    return max(0.0, more)

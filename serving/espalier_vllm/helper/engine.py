@@ -59,7 +59,7 @@ class Platform:
     """The device that this process measures on, and what its engines share."""
 
     def __init__(self):
-        self.cuda = False
+        self.cuda = self.alone = False
         self.open_engines = []
 
     def hello(self, trusted, stage):
@@ -81,6 +81,7 @@ class Platform:
             raise Failure("no_vllm", f"vLLM runs on {kind}, expected a CPU or CUDA")
         if self.cuda:
             device.watch_graphs()
+            self.alone = device.is_ours_alone()
         supported = current_platform.supported_dtypes
         return {
             "protocol": PROTOCOL,
@@ -98,10 +99,14 @@ class Platform:
             "graphs": self.cuda,
             "block_tokens": {"default": 16, "multiple": 16} if self.cuda else {"default": 128, "multiple": 32},
             "memory_bytes": device.memory()["total_bytes"] if self.cuda else memory.limit(),
+            "cache_bytes": device.cache_bytes() if self.cuda else None,
         }
 
     def memory(self):
-        return device.take_memory() if self.cuda else None
+        if not self.cuda:
+            return None
+        gc.collect()
+        return device.take_memory(self.alone)
 
     def open(self, fields, stage):
         """An engine and what is told of it."""

@@ -8,6 +8,8 @@
 mod environment;
 mod error;
 mod helper;
+mod host;
+mod memory;
 mod models;
 mod process;
 mod profile;
@@ -32,8 +34,9 @@ use super::{Engine, Opened, Sample, Subject, Surroundings};
 use crate::Result;
 use crate::agent::options::processor_name;
 use helper::Helper;
+use memory::Readings;
 use models::Load;
-use protocol::{Model, Open, Served};
+use protocol::{Memory, Model, Open, Served};
 
 /// The share of the processors that others may use while something is timed.
 const MOST_BUSY: f64 = 0.2;
@@ -211,7 +214,7 @@ struct Whole {
     workload: Workload,
     memory_bytes: u64,
     /// Beside weights, keys and values.
-    activation_bytes: u64,
+    other_bytes: u64,
 }
 
 impl InVllm<'_> {
@@ -237,7 +240,7 @@ impl InVllm<'_> {
     fn memory_of(&self, model: Opened) -> Option<EngineMemory> {
         let whole = self.open.get(model.index())?;
         Some(EngineMemory {
-            overhead_bytes: whole.activation_bytes,
+            overhead_bytes: whole.other_bytes,
             block_tokens: self.helper.hello.block_tokens.multiple,
             spare_blocks: models::SPARE_BLOCKS,
         })
@@ -338,13 +341,28 @@ impl InVllm<'_> {
         self.retakes <= MOST_RETAKES
     }
 
-    /// What the process holds now, and has held at most since the last time: of the device where it is a GPU.
-    fn memory(&mut self) -> Result<(u64, u64)> {
-        let memory = self.helper.memory(self.surroundings)?;
-        Ok(match memory.device {
-            Some(device) => (device.reserved_bytes, device.peak_reserved_bytes),
-            None => (memory.pss_bytes, memory.peak_pss_bytes),
-        })
+    /// Bytes of a model that was just opened beside weights, keys and values, which are resident from the start: those
+    /// that it takes while it serves, and, of a GPU, what else it keeps. `before` is what was held before it was opened.
+    fn other_bytes(&mut self, whole: &Whole, before: &Memory, opened: &protocol::Opened) -> Result<u64> {
+        let after = self.helper.memory(self.surroundings)?;
+        self.serve(whole, whole.workload.concurrency)?;
+        let served = self.helper.memory(self.surroundings)?;
+        let (Some(before), Some(after), Some(served)) = (&before.device, after.device, &served.device) else {
+            return Ok(served.peak_pss_bytes.saturating_sub(after.pss_bytes));
+        };
+        let counted = opened.weight_bytes.saturating_add(opened.kv_bytes);
+        let outside = *self.helper.outside_bytes.get_or_insert_with(|| {
+            if served.outside_bytes.is_none() {
+                tracing::warn!("others have memory of the device: the context's own is not counted");
+            }
+            served.outside_bytes.unwrap_or(0)
+        });
+        let readings = Readings {
+            before: before.clone(),
+            opened: after,
+            served: served.clone(),
+        };
+        Ok(readings.beside(counted, outside))
     }
 }
 
@@ -366,22 +384,19 @@ impl Engine for InVllm<'_> {
         };
         let (architecture, model) = resolved(model, self.precision, load.context)?;
         let engine = format!("model-{}", self.open.len());
+        let before = self.helper.memory(self.surroundings)?;
         let opened = self.open_model(&engine, model, &architecture, load)?;
         let mut whole = Whole {
             engine,
             workload: *workload,
             memory_bytes: 0,
-            activation_bytes: 0,
+            other_bytes: 0,
         };
-        // Weights, keys and values are resident from the start: what comes on top while it runs are activations.
-        let (before, _) = self.memory()?;
-        self.serve(&whole, workload.concurrency)?;
-        let (_, peak) = self.memory()?;
-        whole.activation_bytes = peak.saturating_sub(before);
+        whole.other_bytes = self.other_bytes(&whole, &before, &opened)?;
         whole.memory_bytes = opened
             .weight_bytes
             .saturating_add(opened.kv_bytes)
-            .saturating_add(whole.activation_bytes);
+            .saturating_add(whole.other_bytes);
         self.open.push(whole);
         Ok(Opened::place(self.open.len() - 1))
     }

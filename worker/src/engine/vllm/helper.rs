@@ -32,6 +32,8 @@ pub(super) struct Helper {
     last_id: u64,
     /// The longest time that steps or a workload took.
     longest: Option<Duration>,
+    /// What the process takes of a GPU beside its allocator, once a model has served.
+    pub outside_bytes: Option<u64>,
 }
 
 /// What is heard while an answer is waited for.
@@ -86,6 +88,7 @@ impl Helper {
             graphs: false,
             block_tokens: super::protocol::BlockTokens { multiple: 1 },
             memory_bytes: 0,
+            cache_bytes: None,
         };
         let mut helper = Self {
             process,
@@ -94,6 +97,7 @@ impl Helper {
             deadlines,
             last_id: 0,
             longest: None,
+            outside_bytes: None,
         };
         let request = Request::Hello {
             protocol: VERSION,

@@ -9,13 +9,14 @@ use std::time::Instant;
 use espalier_proto::task::{Profile, Profiled};
 use espalier_search::{CostRow, Point, Subject};
 
+use super::host::{Host, Step};
 use super::models::{Load, config};
 use super::protocol::{DeviceSource, Model, Steps};
-use super::stacks::{Dictionary, Stack, standard_error};
+use super::stacks::{Dictionary, Stack, row, standard_error};
 use super::{Error, InVllm};
 use crate::Result;
 use crate::engine::stacks::last_level_cache_bytes;
-use crate::engine::statistics::{median, spread};
+use crate::engine::statistics::median;
 use crate::engine::{Engine, Opened, Series, Subject as Measured, lossless};
 
 /// Rounds at the least, and how many times as many at the most while times scatter.
@@ -66,7 +67,9 @@ type Times = Vec<Vec<Timed>>;
 
 pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
     let rounds = task.rounds.max(LEAST_ROUNDS);
-    let dictionary = Dictionary::of(task, engine.precision, last_level_cache_bytes())?;
+    let cache_bytes = engine.helper.hello.cache_bytes;
+    let cache_bytes = cache_bytes.unwrap_or_else(last_level_cache_bytes);
+    let dictionary = Dictionary::of(task, engine.precision, cache_bytes)?;
     let load = load_of(task);
     engine.surroundings.progress(0, rounds, "rounds", &|| {
         format!(
@@ -101,7 +104,7 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
         close_group(engine, group)?;
     }
     // A table's rows are all of one clock.
-    let by_device = times.iter().flatten().all(|times| !times.device.is_empty());
+    let by_device = times.iter().flatten().any(|times| times.source.is_some());
     let rows: Vec<Vec<CostRow>> = task
         .points
         .iter()
@@ -153,8 +156,7 @@ fn forget(times: &mut Times, group: Range<usize>) {
     stacks.flatten().for_each(|timed| *timed = Timed::default());
 }
 
-/// What times at a point say. Where a device tells its own, rows are of that, and the host's floor, which even the
-/// shortest model does not fall below, stands beside them.
+/// What times at a point say. Where a device tells its own, rows are of that, and what the host needs stands beside them.
 fn rows(
     dictionary: &Dictionary,
     point: Point,
@@ -167,7 +169,7 @@ fn rows(
         return dictionary.rows(point, &of(|times| &times.wall));
     }
     let first = times.first().and_then(|times| times.source);
-    if times.iter().any(|times| times.source != first) {
+    if first.is_none() || times.iter().any(|times| times.source != first) {
         return Err(Error::Engine {
             reason: format!(
                 "at {point} it replays a graph for some stacks and runs single kernels for others, whose times do not \
@@ -176,16 +178,21 @@ fn rows(
         });
     }
     let mut rows = dictionary.rows(point, &of(|times| &times.device))?;
-    let shortest = times
-        .iter()
-        .min_by(|a, b| median(&a.wall).total_cmp(&median(&b.wall)));
-    rows.extend(shortest.map(|times| CostRow {
-        subject: Subject::HostFloor,
-        point,
-        median_ms: median(&times.wall),
-        spread_ms: spread(&times.wall),
-        repeats: times.wall.len(),
-    }));
+    let steps = dictionary.stacks.iter().zip(times).map(|(stack, times)| Step {
+        blocks: lossless(stack.architecture.blocks.len()),
+        device: median(&times.device),
+        wall: median(&times.wall),
+        error: standard_error(&times.wall),
+    });
+    let repeats = times.iter().map(|times| times.wall.len()).min().unwrap_or(0);
+    if let Some(host) = Host::of(&steps.collect::<Vec<_>>()) {
+        let parts = [
+            (Subject::HostFloor, host.floor),
+            (Subject::HostBlock, host.block),
+            (Subject::HostAlone, host.alone),
+        ];
+        rows.extend(parts.map(|(subject, cost)| row(subject, point, cost, repeats)));
+    }
     Ok(rows)
 }
 

@@ -137,6 +137,9 @@ pub(super) struct Hello {
     pub block_tokens: BlockTokens,
     /// Of the device, in all.
     pub memory_bytes: u64,
+    /// A GPU's cache before its memory.
+    #[serde(default)]
+    pub cache_bytes: Option<usize>,
 }
 
 /// Tokens of a block of keys and values.
@@ -210,11 +213,14 @@ pub(super) struct Memory {
     pub device: Option<DeviceMemory>,
 }
 
-/// What the process's allocator holds of a device.
+/// What the process holds of a device: its allocator, now and at most since the last time it was asked, and beside it
+/// where that is known.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub(super) struct DeviceMemory {
     pub reserved_bytes: u64,
     pub peak_reserved_bytes: u64,
+    #[serde(default)]
+    pub outside_bytes: Option<u64>,
 }
 
 /// A request as it is written: its number and what is asked.

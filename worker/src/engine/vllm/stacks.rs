@@ -3,7 +3,8 @@
 //! For each shape there are two stacks of distinct copies, a shallow and a deep one; each stack has at least one block
 //! of attention, for vLLM serves nothing without. Stacks have a small vocabulary, so that the head does not drown the
 //! blocks; what the head of the whole vocabulary costs is told by a short model that has it, and by the parent itself.
-//! Costs and both bases come out of one fit over all of them ([`crate::engine::fit`]).
+//! Where its copies would stay in the cache, which those of the whole model do not, a stack has further blocks of the
+//! parent's largest shape beside them, the same in both depths. Costs and both bases come out of one fit over all of them ([`crate::engine::fit`]).
 
 use espalier_arch::{Architecture, Block, BlockShape, Precision};
 use espalier_proto::task::Profile;
@@ -44,8 +45,8 @@ pub(super) struct Dictionary {
 }
 
 impl Dictionary {
-    /// For the shapes of a task. `cache_bytes` is the last-level cache: weights of a stack exceed it where those of the
-    /// parent do.
+    /// For the shapes of a task. `cache_bytes` is the cache before the memory that weights are read from: those of a stack
+    /// exceed it where those of the parent do.
     ///
     /// # Errors
     /// When the parent has no attention.
@@ -86,6 +87,8 @@ impl Dictionary {
         };
         let of_parent = parent.blocks.iter().map(|block| bytes_of(&block.shape));
         let target = cache_bytes.min(of_parent.fold(0, usize::saturating_add));
+        let shapes = parent.blocks.iter().map(|block| &block.shape);
+        let largest = shapes.max_by_key(|shape| bytes_of(shape)).unwrap_or(attention);
         let whole: Vec<BlockShape> = parent.blocks.iter().map(|block| block.shape.clone()).collect();
         dictionary.add(parent, &whole, parent.vocab_size);
         let mlp = first_of(|shape| !is_attention(shape));
@@ -99,10 +102,13 @@ impl Dictionary {
             let fills = target.div_ceil(bytes_of(&shape));
             let shallow = fills.clamp(SHALLOW.0, SHALLOW.1);
             let deep = shallow + fills.clamp(MORE.0, MORE.1);
+            let left = target.saturating_sub(shallow.saturating_mul(bytes_of(&shape)));
+            let filler = left.div_ceil(bytes_of(largest));
             for copies in [shallow, deep] {
                 let lead = (!is_attention(&shape)).then(|| attention.clone());
                 let blocks: Vec<BlockShape> = lead
                     .into_iter()
+                    .chain(std::iter::repeat_n(largest.clone(), filler))
                     .chain(std::iter::repeat_n(shape.clone(), copies))
                     .collect();
                 dictionary.add(parent, &blocks, SMALL_VOCABULARY.min(parent.vocab_size));
@@ -172,7 +178,7 @@ impl Dictionary {
 }
 
 /// With the spread under which the row's error comes out as fitted.
-fn row(subject: Subject, point: Point, cost: Cost, repeats: usize) -> CostRow {
+pub(super) fn row(subject: Subject, point: Point, cost: Cost, repeats: usize) -> CostRow {
     CostRow {
         subject,
         point,
@@ -189,4 +195,110 @@ pub(super) fn standard_error(times: &[f64]) -> f64 {
 
 fn is_attention(shape: &BlockShape) -> bool {
     matches!(shape, BlockShape::Attention(_))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic)]
+    use espalier_arch::{Activation, Attention, Family, Mlp};
+    use espalier_search::Workload;
+
+    use super::*;
+
+    fn attention(kv_groups: usize) -> BlockShape {
+        BlockShape::Attention(Attention {
+            kv_groups,
+            queries_per_group: 2,
+            head_dim: 32,
+            qkv_bias: false,
+            output_bias: false,
+            qk_norm: false,
+            rope: None,
+            sliding_window: None,
+        })
+    }
+
+    fn mlp(channels: usize) -> BlockShape {
+        BlockShape::Mlp(Mlp {
+            channels,
+            activation: Activation::SwiGlu,
+            bias: false,
+        })
+    }
+
+    /// Its parent has 1.5 MB of blocks in bf16.
+    fn task() -> Profile {
+        let workload = Workload {
+            prompt_tokens: 64,
+            output_tokens: 1,
+            concurrency: 1,
+        };
+        let blocks = (0..3).flat_map(|layer| [attention(2), mlp(512)].map(|shape| Block { layer, shape }));
+        Profile {
+            architecture: Architecture {
+                family: Family::Llama,
+                vocab_size: 4096,
+                hidden: 128,
+                layers: 3,
+                blocks: blocks.collect(),
+                tied_embedding: true,
+                norm_epsilon: 1e-5,
+                max_positions: 256,
+            },
+            shapes: vec![attention(2), attention(1), mlp(512), mlp(32)],
+            points: espalier_search::points(&workload).unwrap(),
+            rounds: 3,
+            workload,
+            engine: espalier_proto::task::Engine::Vllm {
+                precision: Precision::Bf16,
+            },
+            kept: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn small_shapes_leave_the_cache_beside_blocks_that_both_depths_have() {
+        const CACHE: u64 = 1_400_000;
+        const LARGEST: u64 = 400_000;
+        let dictionary = Dictionary::of(&task(), Precision::Bf16, CACHE as usize).unwrap();
+        let stacks = dictionary.stacks.get(2..).unwrap();
+        for pair in stacks.chunks(2) {
+            let [shallow, deep] = pair else {
+                panic!("a stack alone");
+            };
+            let bytes = 2 * shallow.architecture.parameters().in_blocks();
+            assert!(bytes >= CACHE, "{bytes} bytes stay in the cache");
+            assert!(bytes < CACHE + 2 * LARGEST, "{bytes} bytes are more than needed");
+            let more = deep
+                .counts
+                .iter()
+                .zip(&shallow.counts)
+                .map(|(deep, shallow)| deep - shallow);
+            let more: Vec<f64> = more.filter(|more| *more > 0.0).collect();
+            assert!(more.len() == 1, "only copies of the shape differ: {more:?}");
+        }
+    }
+
+    #[test]
+    fn costs_come_out_of_stacks_that_are_padded() {
+        let dictionary = Dictionary::of(&task(), Precision::Bf16, 1_400_000).unwrap();
+        let truth = [0.2, 0.1, 0.5, 0.05, 1.0, 3.0];
+        let times = dictionary.stacks.iter().map(|stack| {
+            let time = stack
+                .counts
+                .iter()
+                .zip(truth)
+                .map(|(count, cost)| count * cost)
+                .sum();
+            vec![time; 3]
+        });
+        let point = Point::Prefill {
+            tokens: 64,
+            sequences: 1,
+        };
+        let rows = dictionary.rows(point, &times.collect::<Vec<_>>()).unwrap();
+        for (row, expected) in rows.iter().zip([0.2, 0.1, 0.5, 0.05, 3.0]) {
+            assert!((row.median_ms - expected).abs() < 1e-6, "{row:?} for {expected}");
+        }
+    }
 }

@@ -22,3 +22,23 @@ fn parent_and_candidate_are_served_in_turns_and_their_memory_is_what_the_engine_
     );
     assert!(pair.parent.first_token_ms.median < pair.parent.latency_ms.median);
 }
+
+#[test]
+fn on_a_gpu_memory_is_also_what_opening_kept_what_serving_took_and_the_process_once() {
+    let pair = World::new(&[("FAKE_VLLM_CUDA", "1")]).pair().unwrap();
+    let mut smaller = parent();
+    smaller.blocks.truncate(3);
+    for (architecture, measured, attention) in [(parent(), &pair.parent, 3), (smaller, &pair.candidate, 2)] {
+        // Blocks of 16 tokens: 5 for each of 2 sequences and the null block.
+        let state = 11 * 16 * 2 * 64 * 2 * attention;
+        let weights = 2 * architecture.parameters().total;
+        // The stand-in's graphs, activations and context.
+        let beside = (64 + 32 + 512) << 20;
+        let expected = weights + state + beside;
+        assert!(
+            measured.memory_bytes.abs_diff(expected) < 1 << 16,
+            "{} for {expected}",
+            measured.memory_bytes
+        );
+    }
+}
