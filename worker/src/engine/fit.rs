@@ -2,7 +2,8 @@
 //!
 //! A model's time is taken to be its base and the sum of its blocks, `T = base + Σ copies · cost`. Each model that was
 //! timed is an equation, weighted by how sure its time is; unknowns are the costs. So a base is fitted over all models,
-//! and no shape's error falls on it alone.
+//! and no shape's error falls on it alone. No cost is below zero: one that noise would have there is none, and the
+//! others are fitted without it, so that sums still meet the times.
 
 /// One model's composition and time.
 #[derive(Debug, Clone, PartialEq)]
@@ -38,20 +39,48 @@ pub fn solve(equations: &[Equation]) -> Option<Vec<Cost>> {
             }
         }
     }
-    let inverse = inverse(normal)?;
-    let values: Vec<f64> = inverse
-        .iter()
-        .map(|row| row.iter().zip(&right).map(|(a, b)| a * b).sum())
-        .collect();
+    let values = not_below_zero(&normal, &right)?;
     let disagreement = disagreement(equations, &values);
+    // Of all unknowns, those without a cost too: it may be above zero by as much.
+    let inverse = inverse(normal)?;
     let costs = values.iter().enumerate().map(|(index, value)| {
         let variance = inverse.get(index).and_then(|row| row.get(index)).copied()?;
         Some(Cost {
-            value: value.max(0.0),
+            value: *value,
             error: (variance * disagreement).max(0.0).sqrt(),
         })
     });
     costs.collect()
+}
+
+/// The unknowns that solve the normal equations. While one is below zero the lowest is left out, with 0 as its value,
+/// and the others are solved for anew.
+fn not_below_zero(normal: &[Vec<f64>], right: &[f64]) -> Option<Vec<f64>> {
+    let mut kept: Vec<usize> = (0..right.len()).collect();
+    loop {
+        let of = |row: &Vec<f64>| kept.iter().map(|column| row.get(*column).copied()).collect();
+        let part: Option<Vec<Vec<f64>>> = kept.iter().map(|row| normal.get(*row).and_then(of)).collect();
+        let inverse = inverse(part?)?;
+        let right_of = |(index, entry): (&usize, &f64)| right.get(*index).map_or(0.0, |value| entry * value);
+        let solved: Vec<f64> = inverse
+            .iter()
+            .map(|row| kept.iter().zip(row).map(right_of).sum())
+            .collect();
+        let lowest = solved
+            .iter()
+            .enumerate()
+            .filter(|(_, value)| **value < 0.0)
+            .min_by(|(_, a), (_, b)| a.total_cmp(b));
+        if let Some((place, _)) = lowest {
+            kept.remove(place);
+            continue;
+        }
+        let mut values = vec![0.0; right.len()];
+        for (index, value) in kept.iter().zip(solved) {
+            *values.get_mut(*index)? = value;
+        }
+        return Some(values);
+    }
 }
 
 /// By how much squared residuals exceed what the equations' own errors explain; at least 1.
@@ -180,5 +209,24 @@ mod tests {
         assert_eq!(solve(&alike), None);
         let falling = [equation(&[1.0, 1.0], 3.0, 0.1), equation(&[2.0, 1.0], 2.9, 0.1)];
         assert!((solve(&falling).unwrap()[0].value).abs() < f64::EPSILON);
+    }
+
+    #[test]
+    fn where_one_cost_would_be_below_zero_the_others_still_meet_the_times() {
+        // A base of -0.3, which all models would be too slow by if it were only cut off.
+        let depths = [2.0, 10.0, 20.0];
+        let equations = depths.map(|depth| equation(&[depth, 1.0], depth - 0.3, 0.1));
+        let [block, base] = solve(&equations).unwrap()[..] else {
+            unreachable!("two unknowns");
+        };
+        assert!(base.value.abs() < f64::EPSILON && base.error > 0.1, "{base:?}");
+        // The best line through the origin.
+        let expected = (2.0 * 1.7 + 10.0 * 9.7 + 20.0 * 19.7) / (4.0 + 100.0 + 400.0);
+        assert!((block.value - expected).abs() < 1e-9, "{block:?}");
+        assert_eq!(
+            not_below_zero(&[vec![1.0]], &[-1.0]),
+            Some(vec![0.0]),
+            "nothing is left to fit"
+        );
     }
 }
