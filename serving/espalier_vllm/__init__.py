@@ -4,6 +4,10 @@ VERSION = "0.1.0"
 ARCHITECTURE = "EspalierForCausalLM"
 
 
+class Unsupported(ValueError):
+    """What the class cannot serve, whoever tries again: the field or tensor, its value, what was expected."""
+
+
 def register():
     """Registers config and model class. vLLM calls it in each of its processes; calling it again changes nothing."""
     from espalier_hf.configuration_espalier import EspalierConfig

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
-from . import tensors
+from . import Unsupported, tensors
 
 # Part of a checkpoint's tensor name: the part that stands for it here, and its place in the joined weight.
 JOINED = {
@@ -40,20 +40,20 @@ def check_split(index, block, ranks):
     if block["type"] == "mlp":
         width = block["intermediate_size"]
         if width % ranks:
-            raise ValueError(
+            raise Unsupported(
                 f"config blocks[{index}].intermediate_size is {width}, "
                 f"expected a multiple of tensor_parallel_size {ranks}"
             )
         return
     heads, kv_heads = block["num_attention_heads"], block["num_key_value_heads"]
     if heads % ranks:
-        raise ValueError(
+        raise Unsupported(
             f"config blocks[{index}].num_attention_heads is {heads}, "
             f"expected a multiple of tensor_parallel_size {ranks}"
         )
     # Fewer KV heads than ranks: each is held by several.
     if kv_heads % ranks and ranks % kv_heads:
-        raise ValueError(
+        raise Unsupported(
             f"config blocks[{index}].num_key_value_heads is {kv_heads}, expected a multiple or a divisor of "
             f"tensor_parallel_size {ranks}"
         )
@@ -186,9 +186,9 @@ class EspalierModel(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         if config.hidden_act != "silu":
-            raise ValueError(f"config hidden_act is {config.hidden_act!r}, expected 'silu'")
+            raise Unsupported(f"config hidden_act is {config.hidden_act!r}, expected 'silu'")
         if not any(block["type"] == "attention" for block in config.blocks):
-            raise ValueError("config blocks has no attention, expected at least one block of it")
+            raise Unsupported("config blocks has no attention, expected at least one block of it")
         ranks = get_tensor_model_parallel_world_size()
         for index, block in enumerate(config.blocks):
             check_split(index, block, ranks)
@@ -275,7 +275,7 @@ class EspalierForCausalLM(nn.Module):
             joined, part = JOINED.get(kind, (kind, None))
             target = ".".join([*module, joined, leaf])
             if target not in parameters:
-                raise ValueError(f"the checkpoint has {name}, which config blocks has no place for")
+                raise Unsupported(f"the checkpoint has {name}, which config blocks has no place for")
             parameter = parameters[target]
             load = getattr(parameter, "weight_loader", default_weight_loader)
             load(parameter, tensor, *([] if part is None else [part]))
@@ -284,5 +284,5 @@ class EspalierForCausalLM(nn.Module):
         # vLLM's own check leaves out every linear layer, and parts of a joined weight.
         missing = sorted(asked.keys() - placed) if asked is not None else []
         if missing:
-            raise ValueError(f"the checkpoint lacks {', '.join(missing)}, which config blocks asks for")
+            raise Unsupported(f"the checkpoint lacks {', '.join(missing)}, which config blocks asks for")
         return filled

@@ -1,5 +1,7 @@
 """The tensors of a flat checkpoint: what its `blocks` ask for, by name."""
 
+from . import Unsupported
+
 
 def shapes(config):
     """Name and shape of every tensor that a checkpoint of this config has; a tied head is none."""
@@ -43,6 +45,6 @@ def mlp(block, hidden):
 def check(name, found, asked):
     """Refuses a tensor that the blocks have no place for: vLLM itself cuts one that is too large."""
     if name not in asked:
-        raise ValueError(f"the checkpoint has {name}, which config blocks has no place for")
+        raise Unsupported(f"the checkpoint has {name}, which config blocks has no place for")
     if tuple(found) != asked[name]:
-        raise ValueError(f"the checkpoint's {name} is {tuple(found)}, expected {asked[name]} by config blocks")
+        raise Unsupported(f"the checkpoint's {name} is {tuple(found)}, expected {asked[name]} by config blocks")

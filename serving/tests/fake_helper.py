@@ -25,6 +25,8 @@ Time passes as if it were slept. The environment says what else is different:
                          twice         the answer, twice
                          nothing       an answer without its fields
                          orphan        a child is left behind in the process group, then as usual
+                         litter        a file is left behind among the temporary ones, then as usual
+                         closed        the answers end, the process does not
                          raise         an exception within, which closes the engine
                          fatal         an error that ends the process with 3
                          no_vllm, version, invalid, unsupported, out_of_memory, busy, engine   an error of that kind
@@ -33,6 +35,8 @@ Time passes as if it were slept. The environment says what else is different:
     FAKE_VLLM_ENGINES  engines that fit into memory at a time; one more is out_of_memory
     FAKE_VLLM_MEMORY   bytes of weights, keys and values that fit, all engines together
     FAKE_VLLM_NOISE    1: others take up to half of the processors; times up to twice as long, and `busy` says so
+    FAKE_VLLM_BUSY     `3-8`: the third to the eighth request for times are answered as if others used half of the
+                       processors, with times twice as long; without an end, `3-`, from the third on
     FAKE_VLLM_MIXING   0.1 means that a model with d different block shapes costs 1 + 0.1 × (d − 2) times the sum
     FAKE_VLLM_VERSION  the version it says it is, "0.32.0"
     FAKE_VLLM_CUDA     1: a GPU, with graphs. Its own time of a step is 60% of the above; by the clock a step of n blocks
@@ -45,6 +49,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -85,7 +90,8 @@ class FakeClock:
         return round(1 - took.cpu / took.wall, 4) if took.wall else 0.0
 
     def pass_by(self, seconds):
-        self.at = Moment(self.at.wall + seconds * (1 + self.noise * self.random.random()), self.at.cpu + seconds)
+        slower = 2 if BUSY["now"] else 1 + self.noise * self.random.random()
+        self.at = Moment(self.at.wall + seconds * slower, self.at.cpu + seconds)
 
 
 class Sequence:
@@ -198,6 +204,15 @@ class FakeEngine:
 
 
 OPEN = []
+# How many requests for times there were, and whether others are at work.
+BUSY = {"times": 0, "now": False}
+
+
+def look_for_others():
+    """Before times are taken."""
+    first, _, last = os.environ.get("FAKE_VLLM_BUSY", "0-0").partition("-")
+    BUSY["times"] += 1
+    BUSY["now"] = int(first) <= BUSY["times"] <= (int(last) if last else BUSY["times"])
 
 
 def block_weights(config, block):
@@ -359,6 +374,8 @@ class FakeSession(Session):
 
     def handle(self, request):
         what = self.due(request.verb)
+        if request.verb in ("steps", "serve"):
+            look_for_others()
         if what is None:
             return super().handle(request)
         self.channel.stage("open")
@@ -405,6 +422,12 @@ def misbehave(what, channel, number):
         channel_write(b"\xff\x00 not JSON\n")
     elif what == "orphan":
         subprocess.Popen(["sleep", "600"])
+    elif what == "litter":
+        tempfile.mkstemp(prefix="vllm_dist_")
+    elif what == "closed":
+        os.close(ANSWERS)
+        while True:
+            time.sleep(1)
     elif what == "raise":
         raise RuntimeError("fell over within")
     elif what == "fatal":

@@ -5,6 +5,7 @@ python3 -m unittest discover -s serving/tests -p test_helper.py
 
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from client import Client, Refused  # noqa: E402
-from espalier_vllm.helper import device, engine, measure, memory, needs, prompts, requests  # noqa: E402
+import espalier_vllm  # noqa: E402
+from espalier_vllm.helper import clock, device, engine, measure, memory, needs, prompts, requests  # noqa: E402
 from espalier_vllm.helper.failure import Failure  # noqa: E402
 
 FAKE = [sys.executable, str(HERE / "fake_helper.py"), "-m", "espalier_vllm.helper"]
@@ -77,8 +79,8 @@ class Lines(Helper):
         opened = client.ask("open", engine="a", config=config(attention(), mlp(64)), **OPTIONS)
         self.assertEqual(opened["block_bytes"], 32 * 2 * 32 * 4)
         self.assertEqual(opened["kv_bytes_per_token"], {"0": 2 * 32 * 4})
-        timed = client.ask("steps", engine="a", point={"decode": {"context": 40, "sequences": 4}}, repeats=6)
-        self.assertEqual(len(timed["wall_ms"]), 6)
+        timed = client.ask("steps", engine="a", point={"decode": {"context": 40, "sequences": 4}}, repeats=7)
+        self.assertEqual(len(timed["wall_ms"]), 7)
         self.assertEqual(timed["context"], 40)
         client.ask("close", engine="a")
         self.refused("unknown_engine", client, "close", engine="a")
@@ -202,8 +204,16 @@ class Measures(Helper):
 
     def test_prompts_in_several_steps_leave_all_sequences_at_the_same_context(self):
         # 8 × 40 tokens are five steps of 64 and more: early sequences run ahead meanwhile.
-        timed = self.client.ask("steps", engine="a", point={"decode": {"context": 40, "sequences": 8}}, repeats=4)
-        self.assertEqual(timed["context"], 40)
+        point = {"decode": {"context": 40, "sequences": 8}}
+        self.assertEqual(self.client.ask("steps", engine="a", point=point, repeats=5)["context"], 40)
+        self.assertEqual(self.client.ask("steps", engine="a", point=point, repeats=4)["context"], 39.5)
+
+    def test_the_step_in_the_middle_finds_the_context_of_the_point_in_the_cache(self):
+        timed = self.client.ask("steps", engine="a", point={"decode": {"context": 40, "sequences": 2}}, repeats=9)
+        # By the fake's formula: each of two sequences reads 40 keys and its own.
+        weights = [2 * 64 * 32 * 3, 3 * 64 * 64]
+        expected = 200 + 2 / 2 + sum(10 + w / 500 + 2 * w / 20000 for w in weights) + 2 * 41 * 2 * 32 / 400
+        self.assertAlmostEqual(statistics.median(timed["wall_ms"]), expected / 1e3, places=5)
 
     def test_a_prefill_is_one_step_of_all_prompts(self):
         timed = self.client.ask("steps", engine="a", point={"prefill": {"tokens": 32, "sequences": 2}}, repeats=3)
@@ -491,7 +501,7 @@ class WorksAhead(unittest.TestCase):
         self.engine = Ahead(self.inner)
 
     def times(self, engine, **point):
-        return measure.steps(engine, point.popitem(), 4, 1, lambda *stage: None)
+        return measure.steps(engine, point.popitem(), 5, 1, lambda *stage: None)
 
     def test_decode_steps_are_told_apart_by_their_tokens(self):
         decode = {"context": 40, "sequences": 8}
@@ -546,6 +556,13 @@ class Pure(unittest.TestCase):
             ),
             (RuntimeError("Unsupported CPU attention configuration"), "unsupported", False),
             (NotImplementedError("no such layer"), "unsupported", False),
+            (ValueError("Model architectures ['X'] are not supported for now"), "unsupported", False),
+            (ValueError("config blocks[3] lacks head_dim"), "unsupported", False),
+            (espalier_vllm.Unsupported("the checkpoint lacks model.norm.weight"), "unsupported", False),
+            (type("ValidationError", (ValueError,), {})("1 validation error for ModelConfig"), "unsupported", False),
+            # A file of a cache that was torn: the next try makes it anew.
+            (ValueError("malformed node or string on line 1"), "engine", False),
+            (SyntaxError("unexpected EOF while parsing"), "engine", False),
             (AssertionError(), "engine", False),
         ):
             failure = platform.failure(error)
@@ -569,6 +586,69 @@ class Pure(unittest.TestCase):
         self.assertEqual(found["VLLM_ENABLE_V1_MULTIPROCESSING"], "0")
         self.assertEqual(found["VLLM_LOGGING_LEVEL"], "DEBUG")
         self.assertEqual(found["HF_HUB_OFFLINE"], "1")
+
+    def test_what_others_had_is_counted_over_the_processors_that_may_be_used(self):
+        def took(wall, cpu):
+            return clock.Moment(wall, cpu)
+
+        # Alone on two of two; beside one that took a half of both; beside those who took all that this one left.
+        self.assertEqual(clock.taken_share(took(10, 20), 20, 2), 0)
+        self.assertAlmostEqual(clock.taken_share(took(10, 10), 20.02, 2), 0.5)
+        self.assertAlmostEqual(clock.taken_share(took(10, 5), 20.02, 2), 0.75)
+        # Whole ticks of both processors say nothing of a step of 5 ms.
+        self.assertEqual(clock.taken_share(took(0.005, 0.005), 0.02, 2), 0)
+        # A quota of 2 of 64: others outside of it take no share while they leave it two, whoever they are.
+        self.assertEqual(clock.taken_share(took(10, 20), 20 + 620, 64, 2, 20), 0)
+        self.assertAlmostEqual(clock.taken_share(took(10, 10), 10 + 630 + 0.64, 64, 2, 10), 0.5)
+        # One within it that uses a half of it.
+        self.assertAlmostEqual(clock.taken_share(took(10, 10), 20, 64, 2, 20), 0.5)
+
+    def test_waiting_for_a_processor_counts_unless_threads_wait_for_each_other(self):
+        took = clock.Moment(0.01, 0.01)
+        self.assertAlmostEqual(clock.waiting_share(took, 0.01, 2), 0.5)
+        self.assertEqual(clock.waiting_share(took, 0.01, 1), 0)
+        self.assertEqual(clock.waiting_share(took, 0, 2), 0)
+
+    def test_a_quota_is_found_in_both_versions_of_control_groups_and_the_tightest_counts(self):
+        with tempfile.TemporaryDirectory() as work:
+            root, groups = Path(work, "root"), Path(work, "groups")
+            inner = root / "outer" / "inner"
+            inner.mkdir(parents=True)
+            groups.write_text("0::/outer/inner\n")
+            self.assertIsNone(clock.Quota.of_this_process(root, groups))
+            (inner / "cpu.max").write_text("max 100000\n")
+            (root / "outer" / "cpu.max").write_text("150000 100000\n")
+            (root / "outer" / "cpu.stat").write_text("usage_usec 2500000\nuser_usec 1\n")
+            quota = clock.Quota.of_this_process(root, groups)
+            self.assertEqual((quota.processors, quota.used()), (1.5, 2.5))
+            groups.write_text("5:cpu,cpuacct:/far/away\n0::/\n")
+            (root / "cpu").mkdir()
+            for name, text in (("cfs_quota_us", "50000"), ("cfs_period_us", "100000")):
+                (root / "cpu" / f"cpu.{name}").write_text(text)
+            (root / "cpuacct").mkdir()
+            (root / "cpuacct" / "cpuacct.usage").write_text("3000000000\n")
+            quota = clock.Quota.of_this_process(root, groups)
+            self.assertEqual((quota.processors, quota.used()), (0.5, 3.0))
+            (root / "cpu" / "cpu.cfs_quota_us").write_text("-1")
+            self.assertIsNone(clock.Quota.of_this_process(root, groups))
+
+    def test_the_machines_own_clock_says_a_share(self):
+        host = clock.HostClock()
+        load = host.load()
+        until = time.monotonic() + 0.05
+        while time.monotonic() < until:
+            pass
+        self.assertTrue(0 <= host.busy_share(load) <= 1)
+
+    def test_what_a_living_child_computes_is_counted(self):
+        before = clock.group_seconds()
+        spins = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        self.addCleanup(spins.wait)
+        self.addCleanup(spins.kill)
+        until = time.monotonic() + 20
+        while clock.group_seconds() < before + 0.2 and time.monotonic() < until:
+            time.sleep(0.1)
+        self.assertGreaterEqual(clock.group_seconds(), before + 0.2)
 
     def test_a_window_needs_no_more_blocks_than_it_keeps(self):
         limits = {"block_tokens": 32, "max_tokens": 64, "windows": [None]}

@@ -146,7 +146,7 @@ class Helper(unittest.TestCase):
             self.open(name, attention(3, 1), mlp(64))
         for name in "abc":
             # Prompts of eight sequences do not fit into one step of 256 tokens.
-            timed = self.client.ask("steps", engine=name, point=point, repeats=4)
+            timed = self.client.ask("steps", engine=name, point=point, repeats=5)
             self.assertEqual(timed["context"], 64)
             self.assertTrue(all(value > 0 for value in timed["wall_ms"] + timed["cpu_ms"]))
             self.assertTrue(0 <= timed["busy"] <= 1)

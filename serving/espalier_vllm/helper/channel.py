@@ -13,6 +13,8 @@ import threading
 import time
 from contextlib import contextmanager
 
+from .clock import group_seconds
+
 LONGEST_LINE = 16 << 20
 PARENT_EVERY = 1.0
 ALIVE_EVERY = 5.0
@@ -31,6 +33,8 @@ class Channel:
         self.id = None
         self.current = ("", 0)
         self.said_at = 0.0
+        # Processor time of what this process started and that still runs, as it was last looked at.
+        self.started_seconds = 0.0
         self.parent = os.getppid()
         self.ended = False
 
@@ -62,6 +66,7 @@ class Channel:
                 end_now()
             if time.monotonic() - since >= ALIVE_EVERY:
                 since = time.monotonic()
+                self.started_seconds = group_seconds()
                 with self.lock:
                     if self.id is not None and time.monotonic() - self.said_at >= PARENT_EVERY:
                         self.progress()
@@ -96,7 +101,7 @@ class Channel:
             return
         self.said_at = time.monotonic()
         times = os.times()
-        seconds = times.user + times.system + times.children_user + times.children_system
+        seconds = times.user + times.system + times.children_user + times.children_system + self.started_seconds
         self.write({"id": self.id, "progress": {"stage": stage, "done": done, "cpu_seconds": round(seconds, 2)}})
 
     def done(self, number, answer):

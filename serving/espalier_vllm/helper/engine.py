@@ -161,7 +161,7 @@ class Platform:
             return Failure("out_of_memory" if self.open_engines else "busy", says)
         if re.search(r"larger than the available KV cache memory|No available memory for the cache blocks", says):
             return Failure("invalid", f"kv_bytes is too small for one sequence of max_context: {says}")
-        if isinstance(error, (ValueError, NotImplementedError)) or "Unsupported" in says:
+        if is_refusal(error, says):
             return Failure("unsupported", says)
         return Failure("engine", says)
 
@@ -177,6 +177,18 @@ def is_out_of_memory(error):
     # torch's own class by its name: without torch there is nothing of it to compare with.
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or bool(re.search(r"can't allocate memory|not enough memory|CUDA error: out of memory", str(error)))
+
+
+def is_refusal(error, says):
+    """Whether vLLM, or our class in it, says that it cannot run this. A `ValueError` alone says no such thing: a cache
+    that is damaged raises one too, and is mended by another try."""
+    # pydantic's own by its name, as it checks what an engine is asked for.
+    named = isinstance(error, (NotImplementedError, espalier_vllm.Unsupported)) or any(
+        kind.__name__ == "ValidationError" for kind in type(error).__mro__
+    )
+    # The last: of the config of our class.
+    words = r"\b(not |un)supported\b|\bnot support\b|\bonly supports?\b|\bconfig blocks\b|`blocks` has"
+    return named or bool(re.search(words, says, re.IGNORECASE))
 
 
 def cpu_head_sizes():

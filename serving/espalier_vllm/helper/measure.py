@@ -121,14 +121,15 @@ def prefill(engine, sizes, repeats, warm_ups, stage):
 
 def decode(engine, sizes, repeats, warm_ups, stage):
     context, sequences = sizes["context"], sizes["sequences"]
-    # Where the engine works ahead the token that a step computes is not the one that it gives.
-    before = repeats // 2 + warm_ups + 1 + engine.ahead
+    # A step finds a prompt's tokens in the cache, and one more each time. Where the engine works ahead the token that a
+    # step computes is not the one that it gives.
+    before = repeats // 2 + warm_ups + engine.ahead
     if context <= before:
         raise invalid(
             "point.decode.context", context, f"at least {before + 1}, for {repeats} repeats, {warm_ups} warm-ups"
         )
     # What comes after the last timed step: those that look at the device, and one so that no sequence ends.
-    longest = context + repeats - repeats // 2 + engine.device_steps + 1 + engine.ahead
+    longest = context + repeats - repeats // 2 + engine.device_steps + 2 + engine.ahead
     check_fits(engine.limits, sequences, longest, "point.decode")
     if sequences >= engine.limits["max_tokens"]:
         raise invalid("point.decode.sequences", sequences, f"less than max_tokens, {engine.limits['max_tokens']}")
@@ -161,7 +162,8 @@ def decode(engine, sizes, repeats, warm_ups, stage):
         times.step(engine, sequences)
     answer = times.answer()
     stage("device")
-    middle = sum(contexts.values()) / sequences + warm_ups + repeats // 2 + engine.ahead
+    # The token that came last is not in the cache before the next step.
+    middle = sum(contexts.values()) / sequences - 1 + warm_ups + (repeats - 1) / 2 + engine.ahead
     return {**answer, "context": middle, **engine.device_times(step)}
 
 
