@@ -5,7 +5,7 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -142,11 +142,40 @@ fn processes_of(world: &World, word: &str) -> Vec<libc::pid_t> {
         .collect()
 }
 
+/// A run that is ended with the test, however that ends.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let Ok(None) = self.0.try_wait() else { return };
+        if let Ok(run) = libc::pid_t::try_from(self.0.id()) {
+            // SAFETY: kill touches no memory; the run was started here and is not reaped. It ends what it started.
+            unsafe { libc::kill(run, libc::SIGTERM) };
+        }
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while self.0.try_wait().is_ok_and(|status| status.is_none()) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Waits until something is so, for as long as a machine that others use too may take.
+fn expect_soon(what: &str, mut is_so: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !is_so() {
+        assert!(began.elapsed() < Duration::from_secs(120), "{what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
 #[test]
 fn a_child_that_is_killed_takes_its_hung_vllm_with_it_and_the_job_goes_on() {
     let world = World::new(32);
     let once = world.directory.path().join("once");
-    let mut running = Command::new(env!("CARGO_BIN_EXE_espalier"))
+    let mut command = Command::new(env!("CARGO_BIN_EXE_espalier"));
+    command
         .arg("run")
         .arg(world.spec("{latency: 75%}"))
         .arg("--output-dir")
@@ -155,28 +184,23 @@ fn a_child_that_is_killed_takes_its_hung_vllm_with_it_and_the_job_goes_on() {
         .arg(&world.python)
         .env("FAKE_VLLM", "steps:7=hang")
         .env("FAKE_VLLM_ONCE", &once)
-        .stdout(std::process::Stdio::null())
-        .spawn()
-        .unwrap();
-    while !once.exists() {
-        assert!(
-            running.try_wait().unwrap().is_none(),
-            "it ended before its vLLM hung"
-        );
-        std::thread::sleep(Duration::from_millis(20));
-    }
+        .stdout(Stdio::null());
+    let mut running = Running(command.spawn().unwrap());
+    expect_soon("its vLLM hangs", || {
+        let ended = running.0.try_wait().unwrap();
+        assert!(ended.is_none(), "it ended before its vLLM hung");
+        once.exists()
+    });
     let hung = processes_of(&world, "fake_helper");
     assert_eq!(hung.len(), 1);
     for child in processes_of(&world, "device-child") {
         // SAFETY: kill touches no memory; the child is that of a run of this test's own.
         unsafe { libc::kill(child, libc::SIGKILL) };
     }
-    let began = Instant::now();
-    while processes_of(&world, "fake_helper").contains(&hung[0]) {
-        assert!(began.elapsed() < Duration::from_secs(30), "it was left behind");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    assert!(running.wait().unwrap().success());
+    expect_soon("it goes with its child", || {
+        !processes_of(&world, "fake_helper").contains(&hung[0])
+    });
+    assert!(running.0.wait().unwrap().success());
 }
 
 #[test]

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use espalier_worker::agent::options::HANG_TIMEOUT;
 use espalier_worker::discovery::Wanted;
 use espalier_worker::engine::vllm::Environment;
 
@@ -105,6 +106,9 @@ pub(crate) enum Command {
         /// Bytes of a GPU that tensors may take.
         #[arg(long)]
         memory_limit: Option<u64>,
+        /// After how long without a sign of life an attempt is killed.
+        #[arg(long, env = HANG_TIMEOUT, default_value = "10m", value_parser = interval)]
+        hang_timeout: Duration,
         #[command(flatten)]
         vllm: InVllm,
     },
@@ -296,7 +300,7 @@ pub(crate) struct Worker {
     pub drain_timeout: Duration,
     /// An attempt that computes nothing, moves no bytes and tells no progress for this long is killed as hung and
     /// tried again; at least 10s.
-    #[arg(long, env = "ESPALIER_HANG_TIMEOUT", default_value = "10m", value_parser = interval)]
+    #[arg(long, env = HANG_TIMEOUT, default_value = "10m", value_parser = interval)]
     pub hang_timeout: Duration,
     /// End when the process that started this one ends.
     #[arg(long, hide = true)]

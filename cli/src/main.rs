@@ -15,7 +15,7 @@ mod telemetry;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
-use espalier_worker::engine::vllm::VllmOptions;
+use espalier_worker::engine::vllm::{Deadlines, VllmOptions};
 
 use args::{Arguments, Command, DeviceCommand, Logging, ProfileCommand, WorkerCommand};
 use commands::keep;
@@ -52,10 +52,12 @@ fn run(command: Command, logging: &Logging, telemetry: &telemetry::Telemetry) ->
         Command::DeviceChild {
             device,
             memory_limit,
+            hang_timeout,
             vllm,
         } => {
             let vllm = VllmOptions {
                 environment: vllm.environment(),
+                deadlines: Deadlines::default().within(hang_timeout),
                 ..VllmOptions::default()
             };
             let assigned = espalier_worker::Assigned {

@@ -40,6 +40,8 @@ use crate::spec::JobSpec;
 
 /// Where a limit is timed, a measurement counts only when the parent's own time drifted less than this within it.
 pub const MOST_DRIFT: f64 = 0.05;
+/// The share of times taken while others used the processors above which a measurement does not count.
+pub const MOST_DISTURBED: f64 = 0.5;
 /// A prediction farther than this from the measurement corrects the cost table.
 pub const MOST_MISPREDICTION: f64 = 0.10;
 /// How often a strategy may choose anew after a miss.

@@ -349,6 +349,9 @@ pub struct MeasuredPair {
     pub candidate: Measurement,
     /// Largest drift of the parent's latency within the run, as a share of its median.
     pub parent_drift: f64,
+    /// The share of the runs that were taken while others used the processors, of the model with more of them.
+    #[serde(default)]
+    pub disturbed: f64,
 }
 
 /// Asks to distil a student from the parent.

@@ -86,6 +86,8 @@ pub struct Sample {
     pub latency: f64,
     /// Output tokens a second over all requests.
     pub throughput: f64,
+    /// Whether others used the processors meanwhile, though they were waited for.
+    pub disturbed: bool,
 }
 
 /// Runs of one model, in the order taken.
@@ -107,6 +109,17 @@ impl Series {
     /// Adds a run.
     pub fn push(&mut self, sample: Sample) {
         self.samples.push(sample);
+    }
+
+    /// How many runs there are.
+    pub fn runs(&self) -> usize {
+        self.samples.len()
+    }
+
+    /// The share of the runs that others disturbed.
+    pub fn disturbed(&self) -> f64 {
+        let disturbed = self.samples.iter().filter(|sample| sample.disturbed);
+        lossless(disturbed.count()) / lossless(self.samples.len().max(1))
     }
 
     /// How far the latency drifted over the runs.
@@ -145,6 +158,12 @@ pub trait Surroundings: Debug {
     /// # Errors
     /// As [`Surroundings::check_stopped`].
     fn progress(&self, done: usize, total: usize, unit: &str, note: &dyn Fn() -> String) -> Result<()>;
+
+    /// Why it waits, having come as far as it last said.
+    ///
+    /// # Errors
+    /// As [`Surroundings::check_stopped`].
+    fn waits(&self, why: &dyn Fn() -> String) -> Result<()>;
 }
 
 #[allow(clippy::cast_precision_loss)] // tokens and copies, far below 2^53

@@ -7,7 +7,7 @@ use espalier_search::{
     parameters,
 };
 
-use super::{MOST_DRIFT, PlanError, Results, Stage};
+use super::{MOST_DISTURBED, MOST_DRIFT, PlanError, Results, Stage};
 use crate::spec::{CostTableFile, CostTableSource, JobSpec, KvGroups, Strategy};
 
 /// The spec and the results, with the ways to read them.
@@ -200,7 +200,7 @@ impl<'a> Context<'a> {
                 .iter()
                 .any(|limit| limit.metric.is_timed())
         };
-        pair.parent_drift > MOST_DRIFT && timed()
+        (pair.parent_drift > MOST_DRIFT || pair.disturbed > MOST_DISTURBED) && timed()
     }
 
     /// The limits against the parent as profiled.

@@ -32,16 +32,21 @@ pub enum PlanError {
     },
     /// Measurements scatter too widely to tell.
     #[error(
-        "{stage}: too noisy: the parent's own time drifted by {:.1}% within one measurement, at most {:.0}% \
-         allowed, {measurements} times in a row; run on a quieter machine",
+        "{stage}: too noisy, {measurements} times in a row: the parent's own time drifted by {:.1}% within one \
+         measurement, at most {:.0}% allowed, and {:.0}% of the times were taken while others used the processors, at \
+         most {:.0}% allowed; run on a quieter machine",
         drift * 100.0,
-        super::MOST_DRIFT * 100.0
+        super::MOST_DRIFT * 100.0,
+        disturbed * 100.0,
+        super::MOST_DISTURBED * 100.0
     )]
     TooNoisy {
         /// Which measurement.
         stage: Stage,
         /// The last drift.
         drift: f64,
+        /// The share of the last times that others disturbed.
+        disturbed: f64,
         /// How often it was measured.
         measurements: u32,
     },

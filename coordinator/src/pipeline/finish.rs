@@ -284,6 +284,7 @@ impl<'a> Tail<'a> {
                     return Err(PlanError::TooNoisy {
                         stage,
                         drift: pair.parent_drift,
+                        disturbed: pair.disturbed,
                         measurements: round,
                     });
                 }

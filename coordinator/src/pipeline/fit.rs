@@ -189,6 +189,7 @@ impl<'a> Fit<'a> {
                     return Err(PlanError::TooNoisy {
                         stage,
                         drift: pair.parent_drift,
+                        disturbed: pair.disturbed,
                         measurements: noisy,
                     });
                 }

@@ -10,6 +10,9 @@ use espalier_proto::v1;
 use crate::discovery::Gpu;
 use crate::{Error, Result};
 
+/// The variable that tells a worker, and it its children, after how long without a sign of life an attempt is killed.
+pub const HANG_TIMEOUT: &str = "ESPALIER_HANG_TIMEOUT";
+
 /// An attempt says once a second that it is alive; a shorter limit would kill one on a busy machine.
 const SHORTEST_HANG_TIMEOUT: Duration = Duration::from_secs(10);
 

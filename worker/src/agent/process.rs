@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 
 use super::leftover::Mark;
 use super::memory::control_group_file;
-use super::options::{ChildOptions, DeviceOptions};
+use super::options::{ChildOptions, DeviceOptions, HANG_TIMEOUT};
 use crate::child::protocol::{Reply, Request};
 use crate::{Error, Result};
 
@@ -92,6 +92,7 @@ impl Process {
             .args(&options.arguments)
             .args(device.arguments())
             .env("RAYON_NUM_THREADS", device.threads.to_string())
+            .env(HANG_TIMEOUT, format!("{}ms", options.hang_timeout.as_millis()))
             .envs(mark.variables())
             .envs(device.variables())
             .stdin(Stdio::piped())

@@ -147,6 +147,7 @@ impl Bench {
             first_token,
             latency,
             throughput: tokens / (latency / 1000.0),
+            disturbed: false,
         })
     }
 }

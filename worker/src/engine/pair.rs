@@ -74,5 +74,6 @@ fn alternate(
         parent: of_parent.measurement(engine.memory_bytes(parent)),
         candidate: of_candidate.measurement(engine.memory_bytes(candidate)),
         parent_drift: of_parent.drift(),
+        disturbed: of_parent.disturbed().max(of_candidate.disturbed()),
     })
 }

@@ -5,128 +5,48 @@
 //! when a spread is known is decided here. It may hang, die, flood its output or say what is no answer: each is an
 //! [`Error`] within a deadline, and leaves no process behind.
 
+mod contention;
 mod environment;
 mod error;
+mod group;
 mod helper;
 mod host;
 mod memory;
 mod models;
+mod options;
 mod process;
 mod profile;
 mod protocol;
+mod room;
 mod stacks;
 #[cfg(test)]
 mod tests;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use espalier_arch::{Architecture, Precision};
-use espalier_model::Device;
 use espalier_model::checkpoint::Parent;
 use espalier_proto::task::{ParentRef, Profile, Profiled};
 use espalier_search::{CostKey, EngineMemory, Mode, Workload};
 
 pub use environment::Environment;
 pub use error::Error;
+pub use options::{Deadlines, Pause, VllmOptions};
 
 use super::statistics::median;
 use super::{Engine, Opened, Sample, Subject, Surroundings};
 use crate::Result;
 use crate::agent::options::processor_name;
+use contention::{Contention, Judged, What};
 use helper::Helper;
 use memory::Readings;
 use models::Load;
 use protocol::{Memory, Model, Open, Served};
 
-/// The share of the processors that others may use while something is timed.
-const MOST_BUSY: f64 = 0.2;
 /// Requests for a throughput, in concurrencies: the first and the last ones run with fewer beside them.
 const ROUNDS_OF_REQUESTS: usize = 4;
-/// How often what was timed on a busy machine is timed again, in all.
-const MOST_RETAKES: usize = 12;
-
-/// How long the helper may come no further before it is killed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Deadlines {
-    /// While it imports vLLM.
-    pub hello: Duration,
-    /// While it opens an engine.
-    pub open: Duration,
-    /// While it times, at the least.
-    pub work: Duration,
-}
-
-impl Default for Deadlines {
-    fn default() -> Self {
-        Self {
-            hello: Duration::from_secs(300),
-            open: Duration::from_secs(600),
-            work: Duration::from_secs(60),
-        }
-    }
-}
-
-impl Deadlines {
-    /// While it times, where the longest such request so far took this. One step may compute every prompt of a
-    /// workload, and nothing is heard of it meanwhile: before the first has ended nobody knows how long that takes.
-    fn timing(self, longest: Option<Duration>) -> Duration {
-        /// Times that a request may take longer than any before.
-        const LONGER: u32 = 50;
-        match longest {
-            None => self.open.max(self.work),
-            Some(longest) => self.work.saturating_add(longest.saturating_mul(LONGER)),
-        }
-    }
-}
-
-/// vLLM as a device child is told of it.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct VllmOptions {
-    /// Where it is; none on a worker that measures in no vLLM.
-    pub environment: Option<Environment>,
-    /// How long its process may come no further.
-    pub deadlines: Deadlines,
-    /// For the environment of its process.
-    pub variables: Vec<(String, String)>,
-    /// What it has to run on, `cpu` or `cuda`; none where no device is known yet.
-    pub platform: Option<&'static str>,
-}
-
-impl VllmOptions {
-    /// The same on a device, with the threads that this process has.
-    #[must_use]
-    pub fn on(mut self, device: Device) -> Self {
-        let mut set = |name: &str, value: String| self.variables.push((name.to_owned(), value));
-        set("OMP_NUM_THREADS", rayon::current_num_threads().to_string());
-        self.platform = match device {
-            Device::Cpu => {
-                // An ordinary vLLM would take a GPU that it sees.
-                set(VISIBLE, String::new());
-                Some("cpu")
-            }
-            Device::Cuda(index) => {
-                let seen = std::env::var(VISIBLE).unwrap_or_default();
-                set(VISIBLE, visible(index, &seen));
-                Some("cuda")
-            }
-        };
-        self
-    }
-}
-
-/// Which GPUs a process may see, and in which order it numbers them.
-const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
-
-/// The GPU that this process numbers so, as another has to be told.
-fn visible(index: u32, seen: &str) -> String {
-    let place = usize::try_from(index).unwrap_or(usize::MAX);
-    let named = seen
-        .split(',')
-        .map(str::trim)
-        .filter(|name| !name.is_empty())
-        .nth(place);
-    named.map_or_else(|| index.to_string(), str::to_owned)
-}
+/// How often it is looked whether the attempt should stop while others are waited for.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// vLLM, and its helper once it runs.
 #[derive(Debug, Default)]
@@ -153,44 +73,50 @@ impl Vllm {
         precision: Precision,
         surroundings: &'a dyn Surroundings,
     ) -> Result<InVllm<'a>> {
-        let VllmOptions {
-            environment: Some(environment),
-            deadlines,
-            variables,
-            platform,
-        } = &self.options
-        else {
-            return Err(Error::NotConfigured.into());
-        };
-        let helper = match self.helper.take() {
+        let mut kept = self.helper.take();
+        let helper = match kept.take_if(|helper| helper.is_idle()) {
             Some(helper) => helper,
+            // What is left of one that has ended meanwhile goes first.
             None => {
-                surroundings.progress(0, 0, "", &|| "starting vLLM".to_owned())?;
-                // What is missing is told in a moment, and in fewer words than an import's.
-                environment.look()?;
-                Helper::start(environment, *deadlines, variables, surroundings)?
+                drop(kept);
+                start(&self.options, surroundings)?
             }
         };
-        let found = &helper.hello.platform;
-        if let Some(wanted) = platform.filter(|wanted| wanted != found) {
-            return Err(Error::NoVllm {
-                python: environment.python.clone(),
-                reason: format!(
-                    "its vLLM runs on {found} and the task's device is {wanted}; give the python of an environment \
-                     whose vLLM is made for that"
-                ),
-            }
-            .into());
-        }
         Ok(InVllm {
             precision_name: models::precision_name(precision)?,
             precision,
-            home: &mut self.helper,
+            contention: Contention::new(self.options.pause, &helper.hello.platform),
+            home: self,
             helper,
             surroundings,
             open: Vec::new(),
-            retakes: 0,
         })
+    }
+}
+
+/// Starts a helper for the device.
+fn start(options: &VllmOptions, surroundings: &dyn Surroundings) -> Result<Helper> {
+    let Some(environment) = &options.environment else {
+        return Err(Error::NotConfigured.into());
+    };
+    surroundings.waits(&|| "starting vLLM".to_owned())?;
+    // What is missing is told in a moment, and in fewer words than an import's.
+    environment.look_while(|| {
+        surroundings.beat();
+        surroundings.check_stopped()
+    })?;
+    let helper = Helper::start(environment, options, surroundings)?;
+    let found = &helper.hello.platform;
+    match options.platform.filter(|wanted| wanted != found) {
+        None => Ok(helper),
+        Some(wanted) => Err(Error::NoVllm {
+            python: environment.python.clone(),
+            reason: format!(
+                "its vLLM runs on {found} and the task's device is {wanted}; give the python of an environment whose \
+                 vLLM is made for that"
+            ),
+        }
+        .into()),
     }
 }
 
@@ -200,17 +126,20 @@ pub struct InVllm<'a> {
     precision: Precision,
     precision_name: String,
     /// Where the helper goes when all has ended well.
-    home: &'a mut Option<Helper>,
+    home: &'a mut Vllm,
     helper: Helper,
     surroundings: &'a dyn Surroundings,
     open: Vec<Whole>,
-    retakes: usize,
+    contention: Contention,
 }
 
 /// A model under a workload.
 #[derive(Debug, Clone)]
 struct Whole {
     engine: String,
+    architecture: Architecture,
+    model: Model,
+    load: Load,
     workload: Workload,
     memory_bytes: u64,
     /// Beside weights, keys and values.
@@ -246,16 +175,39 @@ impl InVllm<'_> {
         })
     }
 
-    /// Closes what was opened and keeps the helper for the next task. Where an error comes first it is dropped, and so
-    /// ended, instead.
+    /// Closes what was opened and keeps the helper for the next task. One that cannot close it is ended: what was
+    /// measured is no less true for it. Where an error comes first the helper is dropped, and so ended, instead.
+    pub fn close(mut self) {
+        match self.helper.close_all(self.surroundings) {
+            Ok(()) => self.home.helper = Some(self.helper),
+            Err(error) => {
+                tracing::warn!(%error, "vLLM's process is ended, for its engines could not be closed")
+            }
+        }
+    }
+
+    /// Begins anew with the models that are open and no others: in the same process, or in another where that has
+    /// ended or cannot close them.
     ///
     /// # Errors
-    /// When an engine cannot be closed.
-    pub fn close(mut self) -> Result<()> {
-        for whole in std::mem::take(&mut self.open) {
-            self.helper.close(&whole.engine, self.surroundings)?;
+    /// When there is no room even for those, or vLLM cannot be started again.
+    fn begin_anew(&mut self) -> Result<()> {
+        match self.helper.close_all(self.surroundings) {
+            Ok(()) => {}
+            Err(crate::Error::Cancelled) => return Err(crate::Error::Cancelled),
+            Err(error) => {
+                tracing::warn!(%error, "vLLM is started again");
+                self.helper.end();
+                self.helper = start(&self.home.options, self.surroundings)?;
+            }
         }
-        *self.home = Some(self.helper);
+        for place in 0..self.open.len() {
+            let Some(whole) = self.open.get(place).cloned() else {
+                break;
+            };
+            let anew = self.open_whole(whole)?;
+            self.open.splice(place..=place, [anew]);
+        }
         Ok(())
     }
 
@@ -279,7 +231,7 @@ impl InVllm<'_> {
             block_tokens,
             compiled: self.helper.hello.graphs,
         };
-        let opened = self.helper.open(open, self.surroundings)?;
+        let opened = self.helper.open(open, architecture, self.surroundings)?;
         tracing::debug!(
             engine,
             seconds = opened.seconds,
@@ -287,7 +239,7 @@ impl InVllm<'_> {
             "vLLM has opened a model"
         );
         if opened.kv_blocks < load.blocks(block_tokens) {
-            return Err(Error::Engine {
+            return Err(Error::Refused {
                 reason: format!(
                     "it made {} blocks of keys and values of the space for {}",
                     opened.kv_blocks,
@@ -299,12 +251,29 @@ impl InVllm<'_> {
         Ok(opened)
     }
 
-    /// Serves so many requests of the workload, on a machine that is not busy.
-    fn serve_undisturbed(&mut self, whole: &Whole, requests: usize) -> Result<Served> {
+    /// Opens a model that is to be served, serves it once and tells its memory.
+    fn open_whole(&mut self, mut whole: Whole) -> Result<Whole> {
+        let before = self.helper.memory(self.surroundings)?;
+        let opened = self.open_model(
+            &whole.engine,
+            whole.model.clone(),
+            &whole.architecture,
+            whole.load,
+        )?;
+        whole.other_bytes = self.other_bytes(&whole, &before, &opened)?;
+        whole.memory_bytes = opened
+            .weight_bytes
+            .saturating_add(opened.kv_bytes)
+            .saturating_add(whole.other_bytes);
+        Ok(whole)
+    }
+
+    /// Serves so many requests of the workload, when others let it; and whether they did.
+    fn serve_undisturbed(&mut self, whole: &Whole, requests: usize) -> Result<(Served, bool)> {
         loop {
             let served = self.serve(whole, requests)?;
-            if !self.retakes(served.busy) {
-                return Ok(served);
+            if let Some(undisturbed) = self.judge(What::Workload, served.busy)? {
+                return Ok((served, undisturbed));
             }
         }
     }
@@ -314,7 +283,7 @@ impl InVllm<'_> {
         let Whole { engine, workload, .. } = whole;
         let served = self.helper.serve(engine, workload, requests, self.surroundings)?;
         if served.preemptions > 0 {
-            return Err(Error::Engine {
+            return Err(Error::Refused {
                 reason: format!(
                     "{} requests were put back for want of keys and values, which were counted to suffice",
                     served.preemptions
@@ -325,20 +294,28 @@ impl InVllm<'_> {
         Ok(served)
     }
 
-    /// Whether what was timed while others used so much of the processors is timed again.
-    fn retakes(&mut self, busy: Option<f64>) -> bool {
-        let Some(busy) = busy.filter(|busy| *busy > MOST_BUSY) else {
-            return false;
+    /// Whether what was timed while others used so much of the processors was undisturbed; none where it is to be
+    /// timed again, after a pause that is over by then.
+    fn judge(&mut self, what: What, busy: Option<f64>) -> Result<Option<bool>> {
+        let pause = match self.contention.judge(what, busy) {
+            Judged::Undisturbed => return Ok(Some(true)),
+            Judged::Disturbed => return Ok(Some(false)),
+            Judged::Again(pause) => pause,
         };
-        self.retakes += 1;
-        if self.retakes == MOST_RETAKES + 1 {
-            tracing::warn!(
-                busy,
-                retakes = MOST_RETAKES,
-                "others keep taking the processor: times are kept from here on"
-            );
+        let share = 100.0 * busy.unwrap_or_default();
+        self.surroundings.waits(&|| {
+            format!(
+                "others use {share:.0}% of the processors: {:.0} s until it is timed again",
+                pause.as_secs_f64()
+            )
+        })?;
+        let until = Instant::now() + pause;
+        while let Some(left) = until.checked_duration_since(Instant::now()) {
+            self.surroundings.check_stopped()?;
+            self.surroundings.beat();
+            std::thread::sleep(left.min(LOOK));
         }
-        self.retakes <= MOST_RETAKES
+        Ok(None)
     }
 
     /// Bytes of a model that was just opened beside weights, keys and values, which are resident from the start: those
@@ -383,20 +360,15 @@ impl Engine for InVllm<'_> {
             prompt: workload.prompt_tokens,
         };
         let (architecture, model) = resolved(model, self.precision, load.context)?;
-        let engine = format!("model-{}", self.open.len());
-        let before = self.helper.memory(self.surroundings)?;
-        let opened = self.open_model(&engine, model, &architecture, load)?;
-        let mut whole = Whole {
-            engine,
+        let whole = self.open_whole(Whole {
+            engine: format!("model-{}", self.open.len()),
+            architecture,
+            model,
+            load,
             workload: *workload,
             memory_bytes: 0,
             other_bytes: 0,
-        };
-        whole.other_bytes = self.other_bytes(&whole, &before, &opened)?;
-        whole.memory_bytes = opened
-            .weight_bytes
-            .saturating_add(opened.kv_bytes)
-            .saturating_add(whole.other_bytes);
+        })?;
         self.open.push(whole);
         Ok(Opened::place(self.open.len() - 1))
     }
@@ -408,18 +380,20 @@ impl Engine for InVllm<'_> {
             });
         };
         let concurrency = whole.workload.concurrency;
-        let together = self.serve_undisturbed(&whole, concurrency)?;
-        let throughput = if concurrency > 1 {
+        let (together, mut undisturbed) = self.serve_undisturbed(&whole, concurrency)?;
+        let mut throughput = together.output_tokens_per_second;
+        if concurrency > 1 {
             // As an engine runs that takes a new request in as soon as one has ended.
             let requests = concurrency.saturating_mul(ROUNDS_OF_REQUESTS);
-            self.serve_undisturbed(&whole, requests)?.output_tokens_per_second
-        } else {
-            together.output_tokens_per_second
-        };
+            let (served, also) = self.serve_undisturbed(&whole, requests)?;
+            throughput = served.output_tokens_per_second;
+            undisturbed &= also;
+        }
         Ok(Sample {
             first_token: median(&together.first_token_ms),
             latency: median(&together.end_to_end_ms),
             throughput,
+            disturbed: !undisturbed,
         })
     }
 

@@ -1,7 +1,7 @@
 //! What every executor has at hand: the backend, the artifact store, a way to tell how far it is, and
 //! whether it should stop.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
@@ -50,6 +50,8 @@ pub struct Context<'a> {
     leaves_checkpoints: Cell<bool>,
     went_on_from: Cell<u64>,
     last_progress: Cell<Option<Instant>>,
+    /// As it was last told: done, in all, and of what.
+    course: RefCell<(u64, u64, String)>,
     pulse: Pulse,
     host_limit: Option<u64>,
     vllm: VllmOptions,
@@ -83,6 +85,7 @@ impl<'a> Context<'a> {
             leaves_checkpoints: Cell::new(false),
             went_on_from: Cell::new(0),
             last_progress: Cell::new(None),
+            course: RefCell::default(),
             pulse,
             host_limit,
             vllm,
@@ -128,18 +131,33 @@ impl<'a> Context<'a> {
             .last_progress
             .get()
             .is_none_or(|last| now.duration_since(last) >= PROGRESS_INTERVAL);
+        self.course.replace((done as u64, total as u64, unit.to_owned()));
         if due || done >= total {
             self.last_progress.set(Some(now));
-            let progress = Progress {
-                done: done as u64,
-                total: total as u64,
-                unit: unit.to_owned(),
-                note: note(),
-                went_on_from: self.went_on_from.get(),
-            };
-            (self.progress)(progress);
+            self.tell(note());
         }
         Ok(())
+    }
+
+    /// Says why the attempt waits, as far as it has come, and gives it the chance to stop.
+    ///
+    /// # Errors
+    /// As [`Context::progress`].
+    pub fn waits(&self, why: impl FnOnce() -> String) -> Result<()> {
+        self.check_cancelled()?;
+        self.tell(why());
+        Ok(())
+    }
+
+    fn tell(&self, note: String) {
+        let (done, total, unit) = self.course.borrow().clone();
+        (self.progress)(Progress {
+            done,
+            total,
+            unit,
+            note,
+            went_on_from: self.went_on_from.get(),
+        });
     }
 
     /// Says that the attempt goes on from so much that earlier ones have done, in units of its progress.

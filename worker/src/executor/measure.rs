@@ -31,10 +31,13 @@ pub(super) fn on<T>(
         Wanted::Vllm { precision } => {
             let mut vllm = caches.take_vllm(context);
             let mut engine = vllm.engine(precision, context)?;
-            let found = work(&mut engine)?;
-            engine.close()?;
-            caches.keep_vllm(vllm);
-            Ok(found)
+            let found = work(&mut engine);
+            // A machine that is too noisy is no fault of vLLM's process, which the next try finds as it is.
+            if matches!(found, Ok(_) | Err(Error::TooNoisy { .. })) {
+                engine.close();
+                caches.keep_vllm(vllm);
+            }
+            found
         }
     }
 }
@@ -148,5 +151,9 @@ impl Surroundings for Context<'_> {
 
     fn progress(&self, done: usize, total: usize, unit: &str, note: &dyn Fn() -> String) -> Result<()> {
         Context::progress(self, done, total, unit, note)
+    }
+
+    fn waits(&self, why: &dyn Fn() -> String) -> Result<()> {
+        Context::waits(self, why)
     }
 }

@@ -95,6 +95,12 @@ fn a_noisy_measurement_is_repeated_and_then_called_too_noisy() {
     };
     let error = world.run(&spec(r#"{"latency": "75%"}"#, BOTH)).unwrap_err();
     assert!(error.to_string().contains("too noisy"), "{error}");
+    let mut world = World {
+        disturbed: 0.75,
+        ..World::default()
+    };
+    let error = world.run(&spec(r#"{"latency": "75%"}"#, BOTH)).unwrap_err();
+    assert!(error.to_string().contains("75% of the times"), "{error}");
 }
 
 #[test]

@@ -64,6 +64,8 @@ pub(super) struct World {
     pub(super) verify_biases: Vec<f64>,
     /// Drift of the parent in each measurement; the last one for all that follow.
     pub(super) drifts: Vec<f64>,
+    /// The share of times that others disturb.
+    pub(super) disturbed: f64,
     /// How much slower the machine is now than when it profiled.
     pub(super) pace: f64,
     pub(super) log: Vec<Stage>,
@@ -75,6 +77,7 @@ impl Default for World {
             bias: 1.0,
             verify_biases: Vec::new(),
             drifts: vec![0.0],
+            disturbed: 0.0,
             pace: 1.0,
             log: Vec::new(),
         }
@@ -168,6 +171,7 @@ impl World {
             parent: measurement(&parent(), self.pace),
             candidate: measurement(candidate, self.pace * self.bias * slower),
             parent_drift,
+            disturbed: self.disturbed,
         }))
     }
 

@@ -2,16 +2,18 @@
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{ChildStdout, Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
 use super::Error;
 use super::error::{TESTED, minor};
+use super::group::Group;
 
 /// Prints what of vLLM and of the plugin is there, as one line of JSON, the last.
-const LOOK: &str = "
+const LOOK_UP: &str = "
 import importlib.metadata as metadata, importlib.util as modules, json
 def version(module):
     if modules.find_spec(module) is None:
@@ -25,6 +27,10 @@ print(json.dumps({'vllm': version('vllm'), 'plugin': version('espalier_vllm')}))
 ";
 /// An interpreter that has said nothing for this long hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// How often it is looked whether it has.
+const LOOK: Duration = Duration::from_millis(20);
+/// What it said comes out of the pipe in this time, once it and what it started are gone.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Of what it says.
 const MOST_BYTES: u64 = 1 << 20;
 
@@ -61,8 +67,19 @@ impl Environment {
     /// # Errors
     /// Which of them is missing, or that the version was neither tested nor trusted.
     pub fn look(&self) -> Result<String, Error> {
+        self.look_while(|| Ok(()))
+    }
+
+    /// The same, as long as it is not told to stop.
+    ///
+    /// # Errors
+    /// As [`Environment::look`], and those of `goes_on`.
+    pub(super) fn look_while<E: From<Error>>(
+        &self,
+        goes_on: impl Fn() -> Result<(), E>,
+    ) -> Result<String, E> {
         let python = || self.python.clone();
-        let said = self.ask().map_err(|reason| Error::NoPython {
+        let said = self.ask(goes_on)?.map_err(|reason| Error::NoPython {
             python: python(),
             reason,
         })?;
@@ -79,10 +96,10 @@ impl Environment {
             reason: "there is no module vllm: install vLLM there".to_owned(),
         })?;
         if found.plugin.is_none() {
-            return Err(Error::NoPlugin { python: python() });
+            return Err(Error::NoPlugin { python: python() }.into());
         }
         if !self.is_tested(&version) {
-            return Err(Error::Untested { version });
+            return Err(Error::Untested { version }.into());
         }
         Ok(version)
     }
@@ -93,50 +110,70 @@ impl Environment {
         TESTED.contains(&minor.as_str()) || self.trusted.contains(&minor)
     }
 
-    /// What the interpreter says on its standard output.
-    fn ask(&self) -> Result<String, String> {
-        expect_program(&self.python)?;
-        let mut child = Command::new(&self.python)
-            .args(["-c", LOOK])
+    /// What the interpreter says on its standard output, or why it says nothing of use.
+    fn ask<E>(&self, goes_on: impl Fn() -> Result<(), E>) -> Result<Result<String, String>, E> {
+        if let Err(reason) = expect_program(&self.python) {
+            return Ok(Err(reason));
+        }
+        let mut command = Command::new(&self.python);
+        command
+            .args(["-c", LOOK_UP])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .map_err(|error| format!("cannot be started: {error}"))?;
-        let output = child.stdout.take();
-        let reader = std::thread::spawn(move || {
-            let mut said = String::new();
-            if let Some(output) = output {
-                // What is no text is no answer either.
-                let _ = output.take(MOST_BYTES).read_to_string(&mut said);
+            .stderr(Stdio::null());
+        let mut group = match Group::spawn(&mut command) {
+            Ok(group) => group,
+            Err(error) => return Ok(Err(format!("cannot be started: {error}"))),
+        };
+        let words = Words::of(group.child().stdout.take());
+        let deadline = Instant::now() + PATIENCE;
+        while !group.has_ended() {
+            goes_on()?;
+            if Instant::now() >= deadline {
+                return Ok(Err(format!("did not answer within {} s", PATIENCE.as_secs())));
             }
-            said
-        });
-        let ended = wait(&mut child);
-        let said = reader.join().unwrap_or_default();
-        match ended? {
-            0 => Ok(said),
+            std::thread::sleep(LOOK);
+        }
+        // It may be a script that has left somebody behind who holds its output.
+        let status = group.kill();
+        Ok(match status.and_then(|status| status.code()).unwrap_or(-1) {
+            0 => Ok(words.said()),
             code => Err(format!(
                 "ended with code {code}, which no Python does when asked what it has"
             )),
-        }
+        })
     }
 }
 
-/// The exit code; a child that does not end is killed.
-fn wait(child: &mut Child) -> Result<i32, String> {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        match child.try_wait() {
-            Ok(Some(status)) => return Ok(status.code().unwrap_or(-1)),
-            Ok(None) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(20)),
-            Ok(None) => {
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(format!("did not answer within {} s", PATIENCE.as_secs()));
+/// What comes out of a pipe, read by a thread that is not waited for: the pipe's end may never come.
+struct Words {
+    said: Arc<Mutex<Vec<u8>>>,
+    thread: std::thread::JoinHandle<()>,
+}
+
+impl Words {
+    fn of(output: Option<ChildStdout>) -> Self {
+        let said = Arc::new(Mutex::new(Vec::new()));
+        let heard = Arc::clone(&said);
+        let thread = std::thread::spawn(move || {
+            let mut output = output.map(|output| output.take(MOST_BYTES));
+            let mut bytes = [0; 4096];
+            while let Some(Ok(length @ 1..)) = output.as_mut().map(|output| output.read(&mut bytes)) {
+                let mut heard = heard.lock().unwrap_or_else(PoisonError::into_inner);
+                heard.extend(bytes.iter().take(length));
             }
-            Err(error) => return Err(format!("cannot be waited for: {error}")),
+        });
+        Self { said, thread }
+    }
+
+    /// All that was said, where its end comes soon.
+    fn said(self) -> String {
+        let deadline = Instant::now() + LAST_WORDS;
+        while !self.thread.is_finished() && Instant::now() < deadline {
+            std::thread::sleep(LOOK);
         }
+        let said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        String::from_utf8_lossy(&said).into_owned()
     }
 }
 

@@ -1,17 +1,21 @@
 //! The helper as one asks it: each request answered or refused in time, else its process is killed.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use espalier_arch::Architecture;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::environment::Environment;
+use super::options::computing;
 use super::process::{Heard, Process};
 use super::protocol::{
     Answer, Hello, Memory, Numbered, Open, Opened, Progress, Refusal, Request, Served, Steps, VERSION,
 };
-use super::{Deadlines, Error};
+use super::room::Room;
+use super::{Deadlines, Error, VllmOptions};
 use crate::engine::Surroundings;
 
 /// How often it is looked whether the attempt should stop while an answer is waited for.
@@ -30,10 +34,14 @@ pub(super) struct Helper {
     pub hello: Hello,
     deadlines: Deadlines,
     last_id: u64,
-    /// The longest time that steps or a workload took.
+    /// Engines that are open, by name.
+    engines: BTreeSet<String>,
+    /// The longest time that passed, while something was timed, until it was further.
     longest: Option<Duration>,
     /// What the process takes of a GPU beside its allocator, once a model has served.
     pub outside_bytes: Option<u64>,
+    /// What a single step of the largest engine may take.
+    step: Duration,
 }
 
 /// What is heard while an answer is waited for.
@@ -42,6 +50,11 @@ struct Watch<'a> {
     /// Without getting any further.
     patience: Duration,
     moved: Instant,
+    /// The longest that it took to get further.
+    longest: Duration,
+    /// Without doing anything.
+    idle_patience: Duration,
+    worked: Instant,
     last: Option<Progress>,
     worked_at: f64,
 }
@@ -54,13 +67,29 @@ impl Watch<'_> {
             .as_ref()
             .is_none_or(|last| last.stage != progress.stage || last.done != progress.done);
         if is_further {
-            self.moved = Instant::now();
+            self.moves();
         }
         if is_further || progress.cpu_seconds - self.worked_at >= WORKED_SECONDS {
             self.worked_at = progress.cpu_seconds;
+            self.worked = Instant::now();
             self.surroundings.beat();
         }
         self.last = Some(progress);
+    }
+
+    /// It is further than before.
+    fn moves(&mut self) {
+        self.longest = self.longest.max(self.moved.elapsed());
+        self.moved = Instant::now();
+    }
+
+    /// How long it was waited for, once that is too long.
+    fn too_long(&self) -> Option<Duration> {
+        if self.moved.elapsed() >= self.patience {
+            Some(self.patience)
+        } else {
+            (self.worked.elapsed() >= self.idle_patience).then_some(self.idle_patience)
+        }
     }
 }
 
@@ -71,12 +100,17 @@ impl Helper {
     /// When the environment lacks something, or its vLLM is not trusted.
     pub fn start(
         environment: &Environment,
-        deadlines: Deadlines,
-        variables: &[(String, String)],
+        options: &VllmOptions,
         surroundings: &dyn Surroundings,
     ) -> crate::Result<Self> {
         let python = || environment.python.clone();
-        let process = Process::start(&environment.python, &["-m", MODULE], variables)?;
+        let deadlines = options.deadlines;
+        let room = options.rooms.as_deref().map(Room::take).transpose();
+        let room = room.unwrap_or_else(|error| {
+            tracing::warn!(%error, rooms = ?options.rooms, "vLLM keeps what it compiles where it does by itself");
+            None
+        });
+        let process = Process::start(&environment.python, &["-m", MODULE], &options.variables, room)?;
         let nothing = Hello {
             protocol: VERSION,
             vllm: String::new(),
@@ -84,7 +118,6 @@ impl Helper {
             platform: String::new(),
             device: String::new(),
             threads: 0,
-            head_sizes: None,
             graphs: false,
             block_tokens: super::protocol::BlockTokens { multiple: 1 },
             memory_bytes: 0,
@@ -96,8 +129,10 @@ impl Helper {
             hello: nothing,
             deadlines,
             last_id: 0,
+            engines: BTreeSet::new(),
             longest: None,
             outside_bytes: None,
+            step: Duration::ZERO,
         };
         let request = Request::Hello {
             protocol: VERSION,
@@ -144,12 +179,41 @@ impl Helper {
             .any(|line| line.contains("No module named") && line.contains("espalier_vllm"))
     }
 
-    /// Opens an engine.
+    /// Whether it lives, and says nothing unasked.
+    pub fn is_idle(&mut self) -> bool {
+        self.process.is_idle()
+    }
+
+    /// Ends it.
+    pub fn end(&mut self) {
+        self.process.kill();
+    }
+
+    /// Whether somebody else killed it: the system for want of memory, as far as that can be told.
+    pub fn was_killed(&self) -> bool {
+        self.process.was_killed()
+    }
+
+    /// Opens an engine of a model of this shape.
     ///
     /// # Errors
     /// When vLLM refuses the model, or there is no room for it.
-    pub fn open(&mut self, open: Open, surroundings: &dyn Surroundings) -> crate::Result<Opened> {
-        self.ask(&Request::Open(open), self.deadlines.open, surroundings)
+    pub fn open(
+        &mut self,
+        open: Open,
+        architecture: &Architecture,
+        surroundings: &dyn Surroundings,
+    ) -> crate::Result<Opened> {
+        let parameters = architecture.parameters().total;
+        // Of a GPU this is no bound worth waiting for: it has as long as an engine takes to open.
+        if self.hello.platform == "cpu" {
+            self.step = self.step.max(computing(parameters, open.max_tokens));
+        }
+        let patience = self.deadlines.opening(parameters.saturating_mul(4));
+        let engine = open.engine.clone();
+        let opened = self.ask(&Request::Open(open), patience, surroundings)?;
+        self.engines.insert(engine);
+        Ok(opened)
     }
 
     /// Times single steps of an engine: so many, after as many to warm up as that.
@@ -213,28 +277,64 @@ impl Helper {
         self.ask(&Request::Memory {}, self.deadlines.work, surroundings)
     }
 
-    /// Closes an engine.
+    /// Closes an engine, if it is open.
     ///
     /// # Errors
     /// When it cannot be closed: then the process is of no more use.
     pub fn close(&mut self, engine: &str, surroundings: &dyn Surroundings) -> crate::Result<()> {
+        if !self.engines.remove(engine) {
+            return Ok(());
+        }
         let engine = engine.to_owned();
         let closed: crate::Result<Value> =
-            self.ask(&Request::Close { engine }, self.deadlines.work, surroundings);
-        closed.map(|_| ())
+            self.ask(&Request::Close { engine }, self.deadlines.open, surroundings);
+        match closed {
+            // vLLM gave it up after an error.
+            Ok(_) | Err(crate::Error::Vllm(Error::NotOpen { .. })) => Ok(()),
+            Err(error) => Err(error),
+        }
     }
 
-    /// Asks for something to be timed, and remembers how long that took.
+    /// Closes whatever is open.
+    ///
+    /// # Errors
+    /// As [`Helper::close`].
+    pub fn close_all(&mut self, surroundings: &dyn Surroundings) -> crate::Result<()> {
+        while let Some(engine) = self.engines.first().cloned() {
+            self.close(&engine, surroundings)?;
+        }
+        if self.is_idle() {
+            return Ok(());
+        }
+        let (verb, last) = ("close its engines", self.process.last_line());
+        let how = self.process.end();
+        Err(Error::Ended { how, verb, last }.into())
+    }
+
+    /// Asks for something to be timed, and remembers how long one had to wait for it to get further.
     fn time<T: DeserializeOwned>(
         &mut self,
         request: &Request,
         surroundings: &dyn Surroundings,
     ) -> crate::Result<T> {
-        let patience = self.deadlines.timing(self.longest);
-        let began = Instant::now();
-        let answer = self.ask(request, patience, surroundings)?;
-        self.longest = self.longest.max(Some(began.elapsed()));
+        let patience = self.deadlines.timing(self.longest, self.step);
+        let mut watch = self.watch(patience, surroundings);
+        let answer = self.ask_while(request, &mut watch)?;
+        self.longest = self.longest.max(Some(watch.longest));
         Ok(answer)
+    }
+
+    fn watch<'a>(&self, patience: Duration, surroundings: &'a dyn Surroundings) -> Watch<'a> {
+        Watch {
+            surroundings,
+            patience,
+            moved: Instant::now(),
+            longest: Duration::ZERO,
+            idle_patience: self.deadlines.idle,
+            worked: Instant::now(),
+            last: None,
+            worked_at: 0.0,
+        }
     }
 
     /// Asks, and waits for the answer as long as the helper gets further within `patience`.
@@ -244,6 +344,15 @@ impl Helper {
         patience: Duration,
         surroundings: &dyn Surroundings,
     ) -> crate::Result<T> {
+        let mut watch = self.watch(patience, surroundings);
+        self.ask_while(request, &mut watch)
+    }
+
+    fn ask_while<T: DeserializeOwned>(
+        &mut self,
+        request: &Request,
+        watch: &mut Watch<'_>,
+    ) -> crate::Result<T> {
         self.last_id += 1;
         let id = self.last_id;
         let numbered = Numbered { id, request };
@@ -251,19 +360,14 @@ impl Helper {
             reason: format!("a request cannot be written: {error}"),
         })?;
         line.push(b'\n');
-        self.process.send(line);
-        let mut watch = Watch {
-            surroundings,
-            patience,
-            moved: Instant::now(),
-            last: None,
-            worked_at: 0.0,
-        };
+        if !self.process.send(line) {
+            return Err(self.broken("it answers and does not read what it is asked".to_owned()));
+        }
         loop {
             let answer = match self.process.hear(LOOK) {
                 Heard::Answer(answer) => answer,
                 Heard::Nothing => {
-                    self.look(&watch, request)?;
+                    self.look(watch, request)?;
                     continue;
                 }
                 Heard::Garbage(begins) => {
@@ -279,12 +383,13 @@ impl Helper {
                     return Err(Error::Ended { how, verb, last }.into());
                 }
             };
-            if let Some(done) = self.heard(id, answer, &mut watch)? {
+            if let Some(done) = self.heard(id, answer, watch)? {
+                watch.moves();
                 return serde_json::from_value(done).map_err(|error| {
                     self.broken(format!("its answer to {} is none: {error}", request.verb()))
                 });
             }
-            self.look(&watch, request)?;
+            self.look(watch, request)?;
         }
     }
 
@@ -294,12 +399,11 @@ impl Helper {
             self.process.kill();
             return Err(stop);
         }
-        if watch.moved.elapsed() < watch.patience {
+        let Some(waited) = watch.too_long() else {
             return Ok(());
-        }
+        };
         self.process.kill();
         let (verb, last) = (request.verb(), self.process.last_line());
-        let waited = watch.patience;
         Err(Error::Silent { verb, waited, last }.into())
     }
 

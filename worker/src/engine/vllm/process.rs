@@ -7,26 +7,28 @@ use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
-use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::process::{ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::Error;
 use super::environment::expect_program;
+use super::group::Group;
 use super::protocol::{Answer, LINE_BYTES};
+use super::room::Room;
 use crate::agent::process::out_of_memory_kills;
 
 /// What it writes of its own goes to the task's log; answers come on descriptor 3, a pipe that the shell moves there.
 const START: &str = r#"exec "$0" "$@" 3>&1 1>&2"#;
-/// Answers that wait to be read.
-const ANSWERS: usize = 64;
+/// Answers that wait to be read, each as long as a line may be.
+const ANSWERS: usize = 4;
 /// A line of the log is cut after this many bytes.
 const LOG_LINE_BYTES: u64 = 4096;
 /// Last lines kept to tell why it ended.
 const LAST_LINES: usize = 20;
-/// How long it may take to be gone once it is killed or has closed its answers.
+/// How long it may take to be gone once it has closed its answers, and its threads once it is gone.
 const END_PATIENCE: Duration = Duration::from_secs(5);
 const LOOK: Duration = Duration::from_millis(10);
 
@@ -45,23 +47,30 @@ pub(super) enum Heard {
 /// A running helper; killed with its group when dropped.
 #[derive(Debug)]
 pub(super) struct Process {
-    child: Child,
-    group: Option<i32>,
+    group: Group,
     requests: Option<SyncSender<Vec<u8>>>,
     answers: Receiver<Heard>,
     last: Arc<Mutex<VecDeque<String>>>,
     threads: Vec<JoinHandle<()>>,
     /// Of the system, for want of memory, before it was started.
     kills_before: u64,
+    killed: bool,
     killed_for_memory: bool,
+    /// Given back once the group is gone.
+    room: Option<Room>,
 }
 
 impl Process {
-    /// Starts `python` with `arguments` and further variables in its environment.
+    /// Starts `python` with `arguments` and further variables in its environment, in a room of its own.
     ///
     /// # Errors
     /// When it cannot be started.
-    pub fn start(python: &Path, arguments: &[&str], variables: &[(String, String)]) -> Result<Self, Error> {
+    pub fn start(
+        python: &Path,
+        arguments: &[&str],
+        variables: &[(String, String)],
+        room: Option<Room>,
+    ) -> Result<Self, Error> {
         let failed = |reason: String| Error::NoPython {
             python: python.to_owned(),
             reason,
@@ -72,11 +81,11 @@ impl Process {
             .args(["-c", START])
             .arg(python)
             .args(arguments)
+            .envs(room.iter().flat_map(Room::variables))
             .envs(variables.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .process_group(0);
+            .stderr(Stdio::piped());
         // SAFETY: prctl is safe between fork and exec. The thread that starts it is the one that attempts run on, which
         // lives as long as this process: when that is killed, the kernel kills the helper.
         unsafe {
@@ -85,10 +94,10 @@ impl Process {
                 Ok(())
             });
         }
-        let mut child = command
-            .spawn()
-            .map_err(|error| failed(format!("cannot be started: {error}")))?;
-        let group = i32::try_from(child.id()).ok();
+        let kills_before = out_of_memory_kills();
+        let mut group =
+            Group::spawn(&mut command).map_err(|error| failed(format!("cannot be started: {error}")))?;
+        let child = group.child();
         let (input, output, errors) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let (Some(input), Some(output), Some(errors)) = (input, output, errors) else {
             return Err(failed("its pipes are missing".to_owned()));
@@ -98,14 +107,15 @@ impl Process {
         let last = Arc::new(Mutex::new(VecDeque::new()));
         let kept = Arc::clone(&last);
         let mut process = Self {
-            child,
             group,
             requests: Some(requests),
             answers,
             last,
             threads: Vec::new(),
-            kills_before: out_of_memory_kills(),
+            kills_before,
+            killed: false,
             killed_for_memory: false,
+            room,
         };
         process.spawn("vllm-requests", move || write_requests(input, &to_write))?;
         process.spawn("vllm-answers", move || read_answers(output, &heard))?;
@@ -124,12 +134,16 @@ impl Process {
         Ok(())
     }
 
-    /// Has a line written. Whether it is read shows in the answers.
-    pub fn send(&self, line: Vec<u8>) {
-        if let Some(requests) = &self.requests {
-            // A helper that ended is told by its answers.
-            let _ = requests.send(line);
-        }
+    /// Has a line written; not where one before it is not even read. Whether this one is shows in the answers, as does
+    /// that it has ended.
+    pub fn send(&self, line: Vec<u8>) -> bool {
+        let sent = self.requests.as_ref().map(|requests| requests.try_send(line));
+        !matches!(sent, Some(Err(TrySendError::Full(_))))
+    }
+
+    /// Whether it lives, and says nothing that it was not asked.
+    pub fn is_idle(&self) -> bool {
+        !self.group.has_ended() && matches!(self.answers.try_recv(), Err(TryRecvError::Empty))
     }
 
     /// What it says next, within `patience`.
@@ -155,30 +169,32 @@ impl Process {
 
     /// Waits a moment for its end and says how it ended; kills what is left.
     pub fn end(&mut self) -> String {
-        let status = self.wait();
-        self.kill();
-        let of_kill = status.is_some_and(|status| status.signal() == Some(libc::SIGKILL));
-        self.killed_for_memory = of_kill && out_of_memory_kills() > self.kills_before;
-        match status {
-            Some(status) => described(status),
-            None => "its answers, not itself,".to_owned(),
-        }
+        let is_over = self.group.is_over();
+        let ended = self.group.ends_within(END_PATIENCE);
+        let Some(status) = self.kill().filter(|_| ended) else {
+            return "its answers, not itself,".to_owned();
+        };
+        self.killed = status.signal() == Some(libc::SIGKILL) && !is_over;
+        self.killed_for_memory = self.killed && out_of_memory_kills() > self.kills_before;
+        described(status)
     }
 
-    /// Whether the system ended it for want of memory, as far as that can be told.
+    /// Whether somebody else ended it by a signal that none survives.
+    pub fn was_killed(&self) -> bool {
+        self.killed
+    }
+
+    /// Whether that was the system for want of memory, as far as that can be told.
     pub fn was_killed_for_memory(&self) -> bool {
         self.killed_for_memory
     }
 
-    /// Kills its group and waits for it.
-    pub fn kill(&mut self) {
-        if let Some(group) = self.group.take() {
-            // SAFETY: a plain system call; the group is the one that was made for the child, whose number no other has
-            // while anything is in it.
-            unsafe { libc::kill(-group, libc::SIGKILL) };
-        }
-        self.wait();
+    /// Kills its group and waits for it; gives how it ended.
+    pub fn kill(&mut self) -> Option<ExitStatus> {
+        let status = self.group.kill();
         self.requests = None;
+        // Whoever waits to pass an answer on is told that nobody takes it.
+        (_, self.answers) = sync_channel(0);
         let deadline = Instant::now() + END_PATIENCE;
         for thread in self.threads.drain(..) {
             // What somebody outside of the group holds open is not waited for.
@@ -189,17 +205,8 @@ impl Process {
                 let _ = thread.join();
             }
         }
-    }
-
-    fn wait(&mut self) -> Option<ExitStatus> {
-        let deadline = Instant::now() + END_PATIENCE;
-        loop {
-            match self.child.try_wait() {
-                Ok(Some(status)) => return Some(status),
-                Ok(None) if Instant::now() < deadline => std::thread::sleep(LOOK),
-                _ => return None,
-            }
-        }
+        self.room = None;
+        status
     }
 }
 
@@ -264,5 +271,43 @@ fn read_log(errors: ChildStderr, kept: &Mutex<VecDeque<String>>) {
             kept.pop_front();
         }
         kept.push_back(line);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn started(script: &str) -> Process {
+        Process::start(Path::new("/bin/sh"), &["-c", script], &[], None).unwrap()
+    }
+
+    /// Whether it is so soon, on a machine that others use too.
+    fn soon(mut is_so: impl FnMut() -> bool) -> bool {
+        (0..200).any(|_| {
+            std::thread::sleep(Duration::from_millis(50));
+            is_so()
+        })
+    }
+
+    #[test]
+    fn what_one_does_not_read_is_not_waited_for() {
+        let deaf = started("sleep 600");
+        let line = || vec![b'x'; 1 << 20];
+        assert!(deaf.send(line()));
+        assert!(soon(|| deaf.send(line())), "one is being written, one waits");
+        assert!(!deaf.send(line()));
+    }
+
+    #[test]
+    fn one_that_says_more_than_anybody_hears_ends_at_once_when_it_is_killed() {
+        let mut process = started("yes '{\"id\": 1}' >&3");
+        assert!(soon(|| !process.is_idle()), "it says what it was not asked");
+        let began = Instant::now();
+        process.kill();
+        assert!(began.elapsed() < END_PATIENCE);
+        assert!(!process.is_idle());
+        assert!(matches!(process.hear(LOOK), Heard::Closed));
     }
 }

@@ -4,17 +4,18 @@
 //! over all engines of a group in turn.
 
 use std::ops::Range;
-use std::time::Instant;
 
 use espalier_proto::task::{Profile, Profiled};
 use espalier_search::{CostRow, Point, Subject};
 
+use super::contention::What;
 use super::host::{Host, Step};
 use super::models::{Load, config};
 use super::protocol::{DeviceSource, Model, Steps};
 use super::stacks::{Dictionary, Stack, row, standard_error};
 use super::{Error, InVllm};
 use crate::Result;
+use crate::agent::memory::{DeviceMemory, HostMemory};
 use crate::engine::stacks::last_level_cache_bytes;
 use crate::engine::statistics::median;
 use crate::engine::{Engine, Opened, Series, Subject as Measured, lossless};
@@ -27,7 +28,8 @@ const KNOWN: f64 = 0.02;
 const KNOWN_OF_DEVICE: f64 = 0.005;
 /// Steps timed together.
 const PREFILL_STEPS: usize = 3;
-const DECODE_STEPS: usize = 8;
+/// Odd, so that the one in the middle finds just the point's context in the cache.
+const DECODE_STEPS: usize = 9;
 /// Steps that a GPU's own time and warming up take beside.
 const DEVICE_STEPS: usize = 12;
 /// What an engine takes beside its weights, keys and values: activations, and what vLLM keeps for each.
@@ -41,6 +43,8 @@ struct Timed {
     /// A GPU's own; none of a processor.
     device: Vec<f64>,
     source: Option<DeviceSource>,
+    /// Whether times by the clock were disturbed, which they only are beside a GPU's own.
+    disturbed: bool,
 }
 
 impl Timed {
@@ -55,10 +59,22 @@ impl Timed {
         times.len() >= least && standard_error(times) <= known * median(times)
     }
 
-    fn insert(&mut self, steps: &Steps) {
-        self.wall.push(median(&steps.wall_ms));
+    /// Of times that others disturbed a GPU's own counts, and the clock's until there is a better one.
+    fn insert(&mut self, steps: &Steps, undisturbed: bool) {
         self.device.extend(steps.device_ms.as_deref().map(median));
         self.source = steps.device_source;
+        if undisturbed && self.disturbed {
+            self.wall.clear();
+            self.disturbed = false;
+        }
+        if undisturbed || (self.source.is_some() && (self.disturbed || self.wall.is_empty())) {
+            self.wall.push(median(&steps.wall_ms));
+            self.disturbed = !undisturbed;
+        }
+    }
+
+    fn taken(&self) -> usize {
+        self.wall.len().max(self.device.len())
     }
 }
 
@@ -71,7 +87,8 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
     let cache_bytes = cache_bytes.unwrap_or_else(last_level_cache_bytes);
     let dictionary = Dictionary::of(task, engine.precision, cache_bytes)?;
     let load = load_of(task);
-    engine.surroundings.progress(0, rounds, "rounds", &|| {
+    let mut times: Times = vec![vec![Timed::default(); dictionary.stacks.len()]; task.points.len()];
+    tell(engine, &times, rounds, &|| {
         format!(
             "{} models tell what {} shapes cost",
             dictionary.stacks.len(),
@@ -80,28 +97,35 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
     })?;
     let parent = engine.open(&Measured::Shape(&task.architecture), &task.workload)?;
     let mut series = Series::new(&task.workload);
-    let mut times: Times = vec![vec![Timed::default(); dictionary.stacks.len()]; task.points.len()];
     let mut together = dictionary.stacks.len();
     let mut first = 0;
     while first < dictionary.stacks.len() {
         let fitting = fitting(engine, dictionary.stacks.get(first..).unwrap_or_default(), load);
         let group = first..first + fitting.min(together).max(1).min(dictionary.stacks.len() - first);
-        let timed = open_group(engine, &dictionary, group.clone(), load)
+        let timed = open_group(engine, &dictionary, group.clone(), load, &times, rounds)
             .and_then(|()| time_group(engine, task, parent, group.clone(), &mut series, &mut times));
         match timed {
-            Ok(()) => first = group.end,
-            Err(crate::Error::Vllm(Error::OutOfMemory { reason })) if group.len() > 1 => {
+            Ok(()) => {
+                first = group.end;
+                if first < dictionary.stacks.len() {
+                    close_group(engine, group)?;
+                }
+            }
+            Err(error) if group.len() > 1 && is_for_want_of_memory(&error, engine) => {
                 tracing::warn!(
                     engines = group.len(),
-                    reason,
+                    %error,
                     "there is no room for so many engines at once"
                 );
                 together = group.len() / 2;
-                forget(&mut times, group.clone());
+                forget(&mut times, group);
+                engine.begin_anew()?;
             }
             Err(error) => return Err(error),
         }
-        close_group(engine, group)?;
+    }
+    if times.iter().flatten().any(|times| times.disturbed) {
+        tracing::warn!("others used the processors whenever some of the host's times were taken");
     }
     // A table's rows are all of one clock.
     let by_device = times.iter().flatten().any(|times| times.source.is_some());
@@ -119,7 +143,20 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
     })
 }
 
+/// Whether fewer engines at a time may do. The system's way to say that there is no memory is to kill the process, and
+/// not everywhere does it count whom.
+fn is_for_want_of_memory(error: &crate::Error, engine: &InVllm<'_>) -> bool {
+    match error {
+        crate::Error::Vllm(Error::OutOfMemory { .. }) => true,
+        crate::Error::Vllm(Error::Ended { .. }) => engine.helper.was_killed(),
+        _ => false,
+    }
+}
+
 /// Rounds over the parent and all engines of a group, until their times are known or as often as is worth it.
+///
+/// # Errors
+/// Those of timing; [`crate::Error::TooNoisy`] where others leave too few times undisturbed.
 fn time_group(
     engine: &mut InVllm<'_>,
     task: &Profile,
@@ -130,24 +167,45 @@ fn time_group(
 ) -> Result<()> {
     let rounds = task.rounds.max(LEAST_ROUNDS);
     let mut round = 0;
-    let began = Instant::now();
-    while round < rounds || (round < rounds * LONGER && !is_known(times, group.clone(), rounds)) {
-        series.push(engine.run(parent)?);
+    while round < rounds
+        || (round < rounds * LONGER
+            && (series.runs() < LEAST_ROUNDS || !is_known(times, group.clone(), rounds)))
+    {
+        let sample = engine.run(parent)?;
+        if !sample.disturbed {
+            series.push(sample);
+        }
         time_round(engine, task, group.clone(), round, times)?;
         round += 1;
-        let each = began.elapsed().as_secs_f64() / lossless(round);
-        engine
-            .surroundings
-            .progress(round, round.max(rounds), "rounds", &|| {
-                format!(
-                    "models {} to {}, {each:.0} s a round, at most {} rounds",
-                    group.start + 1,
-                    group.end,
-                    rounds * LONGER
-                )
-            })?;
+        if round >= LEAST_ROUNDS {
+            let points = task.points.iter().map(|point| What::Steps(*point));
+            for what in points.chain([What::Workload]) {
+                engine.contention.expect_quiet(what)?;
+            }
+        }
+    }
+    for (point, stacks) in task.points.iter().zip(times) {
+        let mut group = stacks.get(group.clone()).unwrap_or_default().iter();
+        if group.any(|timed| timed.taken() < LEAST_ROUNDS) {
+            return Err(engine.contention.too_noisy(What::Steps(*point)));
+        }
+    }
+    if series.runs() < LEAST_ROUNDS {
+        return Err(engine.contention.too_noisy(What::Workload));
     }
     Ok(())
+}
+
+/// Says how many times were taken, and of how many as far as is known: those of the rounds asked for, and one more
+/// where a time is not known by then.
+fn tell(engine: &InVllm<'_>, times: &Times, rounds: usize, note: &dyn Fn() -> String) -> Result<()> {
+    let all = || times.iter().flatten();
+    let due = |timed: &Timed| match timed.is_known(rounds) {
+        true => timed.taken(),
+        false => rounds.max(timed.taken() + 1).min(rounds * LONGER),
+    };
+    let (done, total) = (all().map(Timed::taken).sum(), all().map(due).sum());
+    engine.surroundings.progress(done, total, "times", note)
 }
 
 /// Forgets what was timed of a group that was too large.
@@ -224,7 +282,7 @@ fn fitting(engine: &InVllm<'_>, stacks: &[Stack], load: Load) -> usize {
     let block_tokens = engine.helper.hello.block_tokens.multiple;
     let hello = &engine.helper.hello;
     let free = match hello.platform.as_str() {
-        "cpu" => available_bytes().unwrap_or(hello.memory_bytes),
+        "cpu" => HostMemory.free_bytes().unwrap_or(hello.memory_bytes),
         _ => hello.memory_bytes,
     };
     let room = free.min(hello.memory_bytes) / 2;
@@ -240,14 +298,6 @@ fn fitting(engine: &InVllm<'_>, stacks: &[Stack], load: Load) -> usize {
     fits.count()
 }
 
-/// What the system can give; none where it does not say.
-fn available_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
-    Some(kibibytes.saturating_mul(1024))
-}
-
 fn name(stack: usize) -> String {
     format!("stack-{stack}")
 }
@@ -257,27 +307,33 @@ fn open_group(
     dictionary: &Dictionary,
     group: Range<usize>,
     load: Load,
+    times: &Times,
+    rounds: usize,
 ) -> Result<()> {
     for index in group {
         let Some(stack) = dictionary.stacks.get(index) else {
             continue;
         };
-        let total = dictionary.stacks.len();
-        engine
-            .surroundings
-            .progress(index, total, "models", &|| "opening".to_owned())?;
+        let all = dictionary.stacks.len();
+        tell(engine, times, rounds, &|| {
+            format!("opening model {} of {all}", index + 1)
+        })?;
         let model = Model::Config(config(&stack.architecture, engine.precision, load.context)?);
         engine.open_model(&name(index), model, &stack.architecture, load)?;
     }
     Ok(())
 }
 
-/// Closes those of the group that are open.
+/// Closes those of the group that are open. What they told stands, whatever comes of that.
 fn close_group(engine: &mut InVllm<'_>, group: Range<usize>) -> Result<()> {
     for index in group {
         match engine.helper.close(&name(index), engine.surroundings) {
-            Ok(()) | Err(crate::Error::Vllm(Error::NotOpen { .. })) => {}
-            Err(error) => return Err(error),
+            Ok(()) => {}
+            Err(crate::Error::Cancelled) => return Err(crate::Error::Cancelled),
+            Err(error) => {
+                tracing::warn!(%error, "engines that were timed cannot be closed");
+                return engine.begin_anew();
+            }
         }
     }
     Ok(())
@@ -292,7 +348,7 @@ fn time_round(
     times: &mut Times,
 ) -> Result<()> {
     let rounds = task.rounds.max(LEAST_ROUNDS);
-    for (point, times) in task.points.iter().zip(times) {
+    for (place, point) in task.points.iter().enumerate() {
         let forth: Vec<usize> = group.clone().collect();
         let order: Vec<usize> = if round.is_multiple_of(2) {
             forth
@@ -300,22 +356,34 @@ fn time_round(
             forth.into_iter().rev().collect()
         };
         for stack in order {
-            let Some(times) = times.get_mut(stack).filter(|times| !times.is_known(rounds)) else {
+            let timed = times.get_mut(place).and_then(|stacks| stacks.get_mut(stack));
+            let Some(timed) = timed.filter(|timed| !timed.is_known(rounds)) else {
                 continue;
             };
-            times.insert(&time_steps(engine, &name(stack), *point)?);
+            let (steps, undisturbed) = time_steps(engine, &name(stack), *point)?;
+            timed.insert(&steps, undisturbed);
+            tell(engine, times, rounds, &|| {
+                format!(
+                    "round {} over models {} to {}, {rounds} to {} rounds",
+                    round + 1,
+                    group.start + 1,
+                    group.end,
+                    rounds * LONGER
+                )
+            })?;
         }
     }
     Ok(())
 }
 
-/// Several steps at a point, on a machine that is not busy where it is the host's processors that compute.
-fn time_steps(engine: &mut InVllm<'_>, name: &str, point: Point) -> Result<Steps> {
+/// Several steps at a point, and whether others let them be. Where a GPU tells its own time others are not waited for.
+fn time_steps(engine: &mut InVllm<'_>, name: &str, point: Point) -> Result<(Steps, bool)> {
+    let what = What::Steps(point);
     let repeats = match point {
         Point::Prefill { .. } => PREFILL_STEPS,
         // The context grows to the point's in the middle of the repeats, from one token at the least.
         Point::Decode { context, .. } if context <= 3 => 1,
-        Point::Decode { context, .. } => DECODE_STEPS.min(2 * (context - 3)),
+        Point::Decode { context, .. } => DECODE_STEPS.min(2 * (context - 3) + 1),
     };
     let point = match point {
         Point::Decode { context, sequences } => Point::Decode {
@@ -326,8 +394,12 @@ fn time_steps(engine: &mut InVllm<'_>, name: &str, point: Point) -> Result<Steps
     };
     loop {
         let steps = engine.helper.steps(name, point, repeats, engine.surroundings)?;
-        if steps.device_ms.is_some() || !engine.retakes(steps.busy) {
-            return Ok(steps);
+        if steps.device_ms.is_some() {
+            let undisturbed = engine.contention.is_quiet(steps.busy);
+            return Ok((steps, undisturbed));
+        }
+        if let Some(undisturbed) = engine.judge(what, steps.busy)? {
+            return Ok((steps, undisturbed));
         }
     }
 }

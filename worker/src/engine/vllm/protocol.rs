@@ -129,9 +129,6 @@ pub(super) struct Hello {
     pub device: String,
     #[serde(default)]
     pub threads: usize,
-    /// None where the engine names none.
-    #[serde(default)]
-    pub head_sizes: Option<Vec<usize>>,
     #[serde(default)]
     pub graphs: bool,
     pub block_tokens: BlockTokens,

@@ -7,7 +7,7 @@ mod failures;
 mod pair;
 mod profile;
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -30,6 +30,7 @@ const SHORT: Deadlines = Deadlines {
     hello: Duration::from_secs(20),
     open: Duration::from_secs(2),
     work: Duration::from_secs(2),
+    idle: Duration::from_secs(30),
 };
 
 /// An environment whose Python is the fake.
@@ -44,6 +45,8 @@ struct Whoever {
     /// After so many beats it should stop; 0 is never.
     stops_after: Cell<u32>,
     beats: Cell<u32>,
+    /// What was told: how far it had come, of how many, and why or what.
+    told: RefCell<Vec<(usize, usize, String)>>,
 }
 
 impl Surroundings for Whoever {
@@ -58,8 +61,18 @@ impl Surroundings for Whoever {
         self.beats.set(self.beats.get() + 1);
     }
 
-    fn progress(&self, _: usize, _: usize, _: &str, _: &dyn Fn() -> String) -> Result<()> {
+    fn progress(&self, done: usize, total: usize, _: &str, note: &dyn Fn() -> String) -> Result<()> {
+        self.told.borrow_mut().push((done, total, note()));
         self.check_stopped()
+    }
+
+    fn waits(&self, why: &dyn Fn() -> String) -> Result<()> {
+        let (done, total) = self
+            .told
+            .borrow()
+            .last()
+            .map_or((0, 0), |(done, total, _)| (*done, *total));
+        self.progress(done, total, "", why)
     }
 }
 
@@ -99,6 +112,8 @@ impl World {
                 deadlines: SHORT,
                 variables: variables.collect(),
                 platform: None,
+                rooms: Some(directory.path().join("rooms")),
+                pause: Pause(Duration::from_millis(1)),
             },
             directory,
             whoever: Whoever::default(),
@@ -113,7 +128,7 @@ impl World {
         let mut vllm = Vllm::new(self.options.clone());
         let mut engine = vllm.engine(Precision::Bf16, &self.whoever)?;
         let profiled = engine.profile(task)?;
-        engine.close()?;
+        engine.close();
         assert!(vllm.helper.is_some(), "it is kept for the next task");
         Ok(profiled)
     }

@@ -48,6 +48,27 @@ fn an_environment_that_lacks_something_is_told_in_one_line_before_anything_is_st
 }
 
 #[test]
+fn a_script_that_leaves_somebody_behind_or_hangs_holds_nobody_up() {
+    let directory = tempfile::tempdir().unwrap();
+    let look = |name: &str, text: &str, goes_on: &dyn Fn() -> Result<()>| {
+        let environment = Environment {
+            python: script(directory.path(), name, text),
+            trusted: Vec::new(),
+        };
+        environment.look_while(goes_on)
+    };
+    let began = Instant::now();
+    // Both have its output; the second is in another session.
+    for left in ["sleep 600 &", "setsid sleep 30 &"] {
+        let found = look("leaves", &format!("{left}\necho '{BOTH}'"), &|| Ok(()));
+        assert_eq!(found.unwrap(), "0.32.0", "{left}");
+    }
+    let stopped = look("hangs", "sleep 600; true", &|| Err(crate::Error::Cancelled));
+    assert!(matches!(stopped, Err(crate::Error::Cancelled)), "{stopped:?}");
+    assert!(began.elapsed() < Duration::from_secs(25));
+}
+
+#[test]
 fn the_python_that_this_machine_has_is_understood_by_what_it_prints() {
     let environment = Environment {
         python: PathBuf::from("python3"),
@@ -57,13 +78,6 @@ fn the_python_that_this_machine_has_is_understood_by_what_it_prints() {
         Ok(_) | Err(Error::NoVllm { .. } | Error::NoPlugin { .. } | Error::Untested { .. }) => {}
         Err(other) => panic!("{other}"),
     }
-}
-
-#[test]
-fn its_process_sees_the_gpu_of_its_child_alone() {
-    assert_eq!(visible(1, ""), "1");
-    assert_eq!(visible(1, "4, 6"), "6");
-    assert_eq!(visible(0, "GPU-1f"), "GPU-1f");
 }
 
 #[test]

@@ -16,6 +16,11 @@ fn whatever_goes_wrong_in_the_middle_of_a_profile_is_one_error_of_its_kind() {
             Kind::Crashed,
             "with code 1 while it was asked to time steps; its last line: RuntimeError: fell over",
         ),
+        (
+            "steps:5=closed",
+            Kind::Crashed,
+            "ended its answers, not itself, while it was asked to time steps",
+        ),
         ("open:2=half", Kind::Error, "came where an answer was expected"),
         (
             "steps:5=garbage",
@@ -60,6 +65,18 @@ fn a_process_that_hangs_or_only_says_that_it_lives_is_killed_at_its_deadline() {
         );
         assert!(began.elapsed() < Duration::from_secs(60), "{wrong}");
     }
+    // One that does nothing at all is not waited for as long as one that may be at work.
+    let mut idle = World::new(&[("FAKE_VLLM", "steps:5=stall")]);
+    let patient = Duration::from_secs(600);
+    idle.options.deadlines = Deadlines {
+        hello: patient,
+        open: patient,
+        work: patient,
+        idle: Duration::from_secs(3),
+    };
+    let error = idle.profile().unwrap_err();
+    assert_eq!(error.failure().kind, FailureKind::Hung, "{error}");
+    assert!(error.to_string().contains("no further for 3 s"), "{error}");
     let slow = World::new(&[("FAKE_VLLM", "steps:5=slow")]);
     assert!(
         slow.profile().is_ok(),
@@ -71,14 +88,6 @@ fn a_process_that_hangs_or_only_says_that_it_lives_is_killed_at_its_deadline() {
 fn output_of_any_amount_holds_nobody_up() {
     let world = World::new(&[("FAKE_VLLM", "steps:2=flood")]);
     assert!(world.profile().is_ok());
-}
-
-#[test]
-fn a_first_step_has_as_long_as_an_engine_to_open_and_later_ones_follow_the_longest() {
-    let patient = Deadlines::default();
-    assert_eq!(patient.timing(None), Duration::from_secs(600));
-    let longest = Some(Duration::from_secs(88));
-    assert_eq!(patient.timing(longest), Duration::from_secs(60 + 50 * 88));
 }
 
 #[test]
@@ -105,6 +114,27 @@ fn an_error_leaves_no_process_behind_not_even_a_child_of_its_own() {
     let world = World::new(&[("FAKE_VLLM", wrong), ("FAKE_MARK", mark.path().to_str().unwrap())]);
     world.profile().unwrap_err();
     assert_eq!(processes_of(mark.path()), 0);
+}
+
+#[test]
+fn what_it_wrote_in_passing_goes_with_it_and_what_it_compiled_stays() {
+    let world = World::new(&[("FAKE_VLLM", "steps:2=litter,steps:4=garbage")]);
+    world.profile().unwrap_err();
+    let room = world.directory.path().join("rooms/0");
+    assert!(room.join("vllm").is_dir());
+    assert!(!room.join("tmp").exists());
+}
+
+#[test]
+fn one_that_died_while_nothing_was_asked_of_it_costs_the_next_task_nothing() {
+    let world = World::new(&[]);
+    let mut vllm = Vllm::new(world.options.clone());
+    let engine = vllm.engine(Precision::Bf16, &world.whoever).unwrap();
+    engine.close();
+    vllm.helper.as_mut().unwrap().end();
+    let mut engine = vllm.engine(Precision::Bf16, &world.whoever).unwrap();
+    engine.profile(&task()).unwrap();
+    assert!(engine.helper.is_idle());
 }
 
 /// Processes that have the path in their environment or command line.

@@ -42,3 +42,12 @@ fn on_a_gpu_memory_is_also_what_opening_kept_what_serving_took_and_the_process_o
         );
     }
 }
+
+#[test]
+fn runs_beside_others_are_told_as_such() {
+    assert!(World::new(&[]).pair().unwrap().disturbed.abs() < f64::EPSILON);
+    let waited = World::new(&[("FAKE_VLLM_BUSY", "4-11")]).pair().unwrap();
+    assert!(waited.disturbed.abs() < f64::EPSILON, "they were waited for");
+    let kept = World::new(&[("FAKE_VLLM_BUSY", "4-")]).pair().unwrap();
+    assert!(kept.disturbed > 0.7, "{}", kept.disturbed);
+}

@@ -49,34 +49,127 @@ fn a_profile_gives_what_each_block_and_the_base_cost_and_what_the_table_is_true_
 }
 
 #[test]
-fn a_busy_machine_is_timed_again_and_then_as_it_is() {
-    let profiled = World::new(&[("FAKE_VLLM_NOISE", "1")]).profile().unwrap();
+fn times_that_scatter_are_taken_more_often_and_their_scatter_is_told() {
+    let profiled = World::new(&[("FAKE_VLLM_NOISE", "0.3")]).profile().unwrap();
     let blocks = profiled
         .rows
         .iter()
         .filter(|row| matches!(row.subject, RowSubject::Block(_)));
-    assert!(
-        blocks.map(|row| row.spread_ms).sum::<f64>() > 0.0,
-        "its scatter is told"
-    );
+    assert!(blocks.map(|row| row.spread_ms).sum::<f64>() > 0.0);
     let rounds = profiled.parent.latency_ms.samples.len();
-    assert!(
-        rounds > task().rounds,
-        "more rounds while times scatter: {rounds}"
-    );
+    assert!(rounds > task().rounds, "{rounds}");
+}
+
+fn expect_true_costs(profiled: &Profiled) {
+    for row in &profiled.rows {
+        let expected = true_cost(&row.subject, row.point);
+        let close = 0.02 * expected + 0.002;
+        assert!((row.median_ms - expected).abs() < close, "{row:?} for {expected}");
+    }
+}
+
+#[test]
+fn others_are_waited_for_and_no_time_beside_them_is_in_a_row() {
+    // As long as the pauses of one point last, and longer: the rest of a round is then taken beside them.
+    for busy in ["5-12", "5-40"] {
+        let world = World::new(&[("FAKE_VLLM_BUSY", busy)]);
+        let profiled = world.profile().unwrap();
+        expect_true_costs(&profiled);
+        let latencies = &profiled.parent.latency_ms;
+        assert!(latencies.spread < 0.01 * latencies.median, "{latencies:?}");
+        let told = world.whoever.told.borrow();
+        let waited = told
+            .iter()
+            .filter(|(_, total, note)| *total > 0 && note.starts_with("others use 50% of the processors"));
+        assert!(waited.count() >= 8, "{busy}");
+    }
+}
+
+#[test]
+fn a_machine_that_others_do_not_leave_is_too_noisy_and_what_was_seen_is_said() {
+    for busy in ["5-", "2-"] {
+        let error = World::new(&[("FAKE_VLLM_BUSY", busy)]).profile().unwrap_err();
+        assert_eq!(error.failure().kind, FailureKind::TooNoisy, "{error}");
+        let said = error.to_string();
+        for part in [
+            "too noisy",
+            "while others used more than 20%",
+            "up to 50%",
+            "8 pauses",
+        ] {
+            assert!(said.contains(part), "{said}");
+        }
+    }
+}
+
+#[test]
+fn how_far_a_profile_is_is_told_over_all_its_groups_and_never_falls() {
+    let world = World::new(&[("FAKE_VLLM_ENGINES", "4")]);
+    world.profile().unwrap();
+    let told = world.whoever.told.borrow();
+    let told: Vec<(usize, usize)> = told
+        .iter()
+        .map(|(done, total, _)| (*done, *total))
+        .filter(|(_, total)| *total > 0)
+        .collect();
+    let falls = told
+        .windows(2)
+        .find(|pair| pair[1].0 * pair[0].1 < pair[0].0 * pair[1].1);
+    assert_eq!(falls, None);
+    // A parent, a short model, and two stacks of each shape.
+    let all = (2 + 2 * 4) * task().points.len() * task().rounds;
+    assert_eq!(told.last(), Some(&(all, all)));
+    assert!(told.len() > all, "it is told of each time");
+}
+
+#[test]
+fn what_was_measured_stands_when_its_engines_cannot_be_closed() {
+    for wrong in ["close=fatal", "close=die", "close:2=hang"] {
+        let world = World::new(&[("FAKE_VLLM", wrong)]);
+        let mut vllm = Vllm::new(world.options.clone());
+        let mut engine = vllm.engine(Precision::Bf16, &world.whoever).unwrap();
+        let profiled = engine.profile(&task()).unwrap();
+        engine.close();
+        expect_true_costs(&profiled);
+        assert!(vllm.helper.is_none(), "{wrong}: it is of no more use");
+    }
+    // Between two groups too.
+    let world = World::new(&[("FAKE_VLLM", "close:1=die"), ("FAKE_VLLM_ENGINES", "7")]);
+    let mut vllm = Vllm::new(world.options.clone());
+    let mut engine = vllm.engine(Precision::Bf16, &world.whoever).unwrap();
+    expect_true_costs(&engine.profile(&task()).unwrap());
+}
+
+#[test]
+fn one_that_the_system_kills_is_started_again_with_fewer_engines() {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let world = World::new(&[]);
+    let once = world.directory.path().join("once");
+    for wrong in ["steps:9=die", "open:4=die", "serve:2=out_of_memory"] {
+        let mut options = world.options.clone();
+        options.variables = [
+            ("FAKE_VLLM", wrong),
+            ("FAKE_VLLM_ONCE", once.to_str().unwrap()),
+            ("FAKE_VLLM_LOG", log.path().to_str().unwrap()),
+        ]
+        .map(|(name, value)| (name.to_owned(), value.to_owned()))
+        .to_vec();
+        let mut vllm = Vllm::new(options);
+        let mut engine = vllm.engine(Precision::Bf16, &world.whoever).unwrap();
+        expect_true_costs(&engine.profile(&task()).unwrap());
+        assert!(once.exists(), "{wrong}");
+        let asked = fs::read_to_string(log.path()).unwrap();
+        let started = asked.lines().filter(|line| line.contains("\"hello\"")).count();
+        assert_eq!(started, if wrong.ends_with("die") { 2 } else { 1 }, "{wrong}");
+        fs::remove_file(&once).unwrap();
+        fs::write(log.path(), "").unwrap();
+    }
 }
 
 #[test]
 fn fewer_engines_are_open_at_once_where_there_is_no_room_for_all() {
     let world = World::new(&[("FAKE_VLLM_ENGINES", "4")]);
-    let profiled = world.profile().unwrap();
-    for row in &profiled.rows {
-        let expected = true_cost(&row.subject, row.point);
-        assert!(
-            (row.median_ms - expected).abs() < 0.02 * expected + 0.002,
-            "{row:?}"
-        );
-    }
+    expect_true_costs(&world.profile().unwrap());
     let later = World::new(&[("FAKE_VLLM", "steps:9=out_of_memory")]);
     assert!(
         later.profile().is_ok(),
