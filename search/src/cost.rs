@@ -33,6 +33,11 @@ impl CostKey {
     pub fn batches_continuously(&self) -> bool {
         self.engine != "builtin"
     }
+
+    /// Whether the engine serves no model without attention: vLLM generates only where there are keys and values.
+    pub fn needs_attention(&self) -> bool {
+        self.engine == "vllm"
+    }
 }
 
 /// How an engine runs its operations.

@@ -5,11 +5,15 @@
 
 mod library;
 mod margin;
+mod reachable;
+mod settle;
+mod sums;
 #[cfg(test)]
 mod tests;
 
 pub use library::Library;
 pub use margin::{LEAST_MARGIN, MOST_MARGIN, margin};
+pub use reachable::{Impossible, Reachable};
 
 use espalier_arch::{Architecture, Candidate, Variant};
 use serde::{Deserialize, Serialize};
@@ -35,18 +39,22 @@ pub struct Choice {
     pub margin: f64,
     /// Sequences that run together.
     pub running: usize,
+    /// Whether a block of attention is kept only because the engine serves no model without.
+    #[serde(default)]
+    pub attention_kept: bool,
 }
 
-/// The most that can be reached of one limit.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Reachable {
-    /// The limit that was asked for.
-    pub limit: AbsoluteLimit,
-    /// The best value that any candidate has of this metric alone.
-    pub alone: f64,
-    /// The value of the candidate that comes nearest to all limits together.
-    pub together: f64,
+/// Why attention stays where nothing else asks for it.
+const ATTENTION: &str = "one block of attention is kept only because vllm serves no model without";
+
+impl Choice {
+    /// What should be known of it.
+    pub fn notes(&self) -> Vec<String> {
+        self.attention_kept
+            .then(|| ATTENTION.to_owned())
+            .into_iter()
+            .collect()
+    }
 }
 
 /// What fitting ended with.
@@ -55,7 +63,7 @@ pub enum Fitted {
     /// Candidates inside every limit, the best first.
     Found(Vec<Choice>),
     /// There is none.
-    Impossible(Vec<Reachable>),
+    Impossible(Impossible),
 }
 
 /// One point of the trade-off between a metric and quality.
@@ -108,7 +116,7 @@ pub fn choose(question: &Question<'_>, model: &mut CostModel, options: &Options)
         vec![model.concurrency()]
     };
     let mut best: Option<(usize, Vec<Choice>)> = None;
-    let mut impossible = None;
+    let mut impossible: Option<Impossible> = None;
     let mut unmeasured = None;
     for batch in batches {
         match fit_running(question, model, batch, options) {
@@ -121,10 +129,15 @@ pub fn choose(question: &Question<'_>, model: &mut CostModel, options: &Options)
                     best = Some((batch, choices));
                 }
             }
-            Ok(Fitted::Impossible(reachable)) => {
-                impossible.get_or_insert(reachable);
+            Ok(Fitted::Impossible(here)) => {
+                impossible = Some(match impossible {
+                    Some(known) => known.or(here),
+                    None => here,
+                });
             }
-            Err(error @ (Error::MissingRow { .. } | Error::Extrapolation { .. })) => unmeasured = Some(error),
+            Err(error @ (Error::MissingRow { .. } | Error::Extrapolation { .. })) => {
+                unmeasured = Some((batch, error));
+            }
             Err(error) => return Err(error),
         }
     }
@@ -133,9 +146,13 @@ pub fn choose(question: &Question<'_>, model: &mut CostModel, options: &Options)
             model.run_together(batch)?;
             Ok(Fitted::Found(choices))
         }
-        (None, Some(reachable), _) => Ok(Fitted::Impossible(reachable)),
-        (None, None, Some(error)) => Err(error),
-        (None, None, None) => Ok(Fitted::Impossible(Vec::new())),
+        (None, Some(impossible), unmeasured) => Ok(Fitted::Impossible(Impossible {
+            unmeasured: unmeasured
+                .map(|(batch, error)| format!("{batch} sequences together were not considered: {error}")),
+            ..impossible
+        })),
+        (None, None, Some((_, error))) => Err(error),
+        (None, None, None) => Ok(Fitted::Impossible(Impossible::of(Vec::new()))),
     }
 }
 

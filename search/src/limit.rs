@@ -16,6 +16,10 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::{Error, Measurement, Prediction, Result};
 
+/// A prediction is a sum, and comes out a little different in another order: so much of a limit is no excess. The solver
+/// allows itself as much.
+const ROUNDING: f64 = 1e-9;
+
 /// What is limited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
@@ -201,15 +205,16 @@ impl AbsoluteLimit {
     /// Whether what is predicted is inside, with the confidence asked for. False where the metric is not predicted.
     pub fn admits_prediction(&self, prediction: &Prediction) -> bool {
         self.value_at_confidence(prediction)
-            .is_some_and(|value| self.admits(value))
+            .is_some_and(|value| self.use_of(value) <= 1.0 + ROUNDING)
     }
 
-    /// What is predicted, worse by as many standard errors as the confidence asks for.
+    /// What is predicted, worse by as many standard errors as the confidence asks for: of a throughput, the time that it
+    /// is the inverse of is longer by these.
     pub(crate) fn value_at_confidence(&self, prediction: &Prediction) -> Option<f64> {
         let value = prediction.figures.get(self.metric)?;
         let doubt = self.deviations() * prediction.errors.get(self.metric).unwrap_or(0.0);
         Some(if self.metric.more_is_better() {
-            value - doubt
+            value / (1.0 + doubt / value)
         } else {
             value + doubt
         })

@@ -139,6 +139,9 @@ pub struct Answer {
     pub chosen: Option<Chosen>,
     /// Where there is none, what can be reached.
     pub reachable: Vec<Reachable>,
+    /// What should be known of the choice, or of there being none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
     /// Scored variants that the table has no time for, and that are left out.
     pub unpriced: usize,
 }
@@ -167,11 +170,17 @@ pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Option
         model,
         options,
     };
-    let (chosen, reachable) = match asking.fit(&limits)? {
-        Fitted::Impossible(reachable) => (None, reachable),
+    let (chosen, reachable, notes) = match asking.fit(&limits)? {
+        Fitted::Impossible(impossible) => {
+            let notes = impossible.notes();
+            (None, impossible.limits, notes)
+        }
         Fitted::Found(choices) => match choices.into_iter().next() {
-            Some(choice) => (Some(asking.chosen(choice, &limits, front)?), Vec::new()),
-            None => (None, Vec::new()),
+            Some(choice) => {
+                let notes = choice.notes();
+                (Some(asking.chosen(choice, &limits, front)?), Vec::new(), notes)
+            }
+            None => (None, Vec::new(), Vec::new()),
         },
     };
     Ok(Answer {
@@ -182,6 +191,7 @@ pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Option
         parent_measured,
         chosen,
         reachable,
+        notes,
         unpriced,
     })
 }

@@ -18,13 +18,14 @@
 //!
 //! Every one of them is a sum over blocks and a base: [`CostModel::block_costs`] gives the summands, and the
 //! solver's coefficients and [`CostModel::predict`] both come from it, so that they cannot disagree. Where the table
-//! tells the host's floor apart, a step takes the longer of the device's sum and the floor, which
-//! [`CostModel::constraints`] keeps linear.
+//! tells the host's floor apart, a step takes the longer of the device's sum and the floor: every
+//! combination of both is a sum, and a limit holds where all of them do (`cone`).
 //!
 //! Between measured loads and sizes times lie on straight lines (`sampled`), with an error for the line. Blocks of one
 //! shape share the same rows, so their errors add linearly; different shapes were timed apart, so theirs add in
 //! quadrature.
 
+mod cone;
 mod model;
 mod rows;
 mod sampled;
@@ -32,6 +33,7 @@ mod shapes;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use cone::{Cone, Coordinate, Priced, Share};
 pub(crate) use model::Prices;
 pub use model::{Corrections, CostModel, Costs, Prediction, parameters};
 

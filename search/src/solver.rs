@@ -28,6 +28,7 @@ mod relaxation;
 
 pub use diverse::top;
 pub use reach::Reach;
+pub(crate) use reduce::TOLERANCE;
 
 use serde::{Deserialize, Serialize};
 
@@ -88,6 +89,22 @@ pub struct Solution {
     pub gap: f64,
     /// Nodes of the search tree.
     pub nodes: u64,
+}
+
+impl Solution {
+    /// States a lower bound, and the gap that follows.
+    pub(crate) fn prove(&mut self, lower_bound: f64) {
+        self.lower_bound = lower_bound.min(self.cost);
+        self.gap = gap(self.cost, self.lower_bound);
+    }
+}
+
+fn gap(cost: f64, lower_bound: f64) -> f64 {
+    if lower_bound < cost {
+        (cost - lower_bound) / cost.abs().max(f64::MIN_POSITIVE)
+    } else {
+        0.0
+    }
 }
 
 /// What a search ended with.
@@ -181,17 +198,12 @@ pub fn solve(problem: &Problem, options: &Options) -> Result<Solved> {
     } else {
         found.lower_bound.min(cost)
     };
-    let gap = if lower_bound < cost {
-        (cost - lower_bound) / cost.abs().max(f64::MIN_POSITIVE)
-    } else {
-        0.0
-    };
     Ok(Solved::Found(Solution {
         chosen,
         cost,
         uses,
         lower_bound,
-        gap,
+        gap: gap(cost, lower_bound),
         nodes: found.nodes,
     }))
 }

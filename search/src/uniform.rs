@@ -45,7 +45,11 @@ pub fn grid(
         for &kv_groups in &counts {
             for &channels in &widths {
                 let candidate = candidate(parent, kv_groups, channels, dropped);
-                let prediction = model.predict(&parent.with_candidate(&candidate)?)?;
+                let architecture = parent.with_candidate(&candidate)?;
+                if model.needs_attention() && !has_attention(&architecture) {
+                    continue;
+                }
+                let prediction = model.predict(&architecture)?;
                 let Some(fill) = filled(&prediction, &aimed) else {
                     continue;
                 };
@@ -100,6 +104,11 @@ fn filled(prediction: &Prediction, limits: &[AbsoluteLimit]) -> Option<f64> {
         fill = fill.max(limit.use_of(value));
     }
     Some(fill)
+}
+
+fn has_attention(architecture: &Architecture) -> bool {
+    let mut blocks = architecture.blocks.iter();
+    blocks.any(|block| matches!(block.shape, BlockShape::Attention(_)))
 }
 
 /// KV counts and MLP widths, each from the whole down.

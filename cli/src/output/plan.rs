@@ -45,7 +45,7 @@ fn row(name: &str, cells: [String; 5]) -> Vec<String> {
 }
 
 fn answered(name: &str, answer: &Answer) -> Vec<Vec<String>> {
-    match &answer.chosen {
+    let mut rows: Vec<Vec<String>> = match &answer.chosen {
         Some(chosen) => {
             let standings = chosen.limits.iter();
             standings
@@ -66,7 +66,14 @@ fn answered(name: &str, answer: &Answer) -> Vec<Vec<String>> {
             });
             reachable.collect()
         }
-    }
+    };
+    let notes = answer.notes.iter();
+    rows.extend(notes.map(|note| {
+        let mut cells = [const { String::new() }; 5];
+        cells[1].clone_from(note);
+        row(name, cells)
+    }));
+    rows
 }
 
 fn stands(chosen: &Chosen, standing: &Standing) -> [String; 5] {

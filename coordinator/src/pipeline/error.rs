@@ -1,6 +1,6 @@
 //! Why a job cannot go on.
 
-use espalier_search::heterogeneous::Reachable;
+use espalier_search::heterogeneous::{Impossible, Reachable};
 
 use super::Stage;
 use crate::spec::Strategy;
@@ -13,7 +13,7 @@ pub enum PlanError {
     Invalid(String),
     /// No variant of the parent is inside the limits.
     #[error("target.limits: no model of the search space is inside {}", describe(.0))]
-    Impossible(Vec<Reachable>),
+    Impossible(Box<Impossible>),
     /// No point of the uniform grid is inside the limits.
     #[error(
         "target.limits: no uniform model of the grid is inside them; allow more depth to be removed, a finer \
@@ -69,8 +69,9 @@ impl From<espalier_arch::Error> for PlanError {
     }
 }
 
-/// Each limit with the best that can be reached.
-fn describe(reachable: &[Reachable]) -> String {
+/// Each limit with the best that can be reached, and what should be known beside.
+fn describe(impossible: &Impossible) -> String {
+    let reachable: &[Reachable] = &impossible.limits;
     let each = reachable.iter().map(|reach| {
         let metric = reach.limit.metric;
         let bound = if metric.more_is_better() {
@@ -88,5 +89,9 @@ fn describe(reachable: &[Reachable]) -> String {
         }
         text
     });
-    each.collect::<Vec<_>>().join(", and ")
+    let limits = each.collect::<Vec<_>>().join(", and ");
+    std::iter::once(limits)
+        .chain(impossible.notes())
+        .collect::<Vec<_>>()
+        .join("; ")
 }

@@ -136,7 +136,7 @@ impl<'a> Fit<'a> {
     /// The choice by an imported table, whatever its check says; what it says is noted.
     fn believed(&self, stage: Stage, round: u32, pair: &'a MeasuredPair) -> Result<Accepted<'a>, PlanError> {
         let chosen = self.chosen(stage)?;
-        let mut notes = Vec::new();
+        let mut notes = chosen.notes.clone();
         if self.context.too_noisy(pair) {
             notes.push(format!("{stage} was noisy and says little"));
         }
@@ -203,6 +203,7 @@ impl<'a> Fit<'a> {
                 .iter()
                 .all(|(_, reading)| reading.error.abs() <= MOST_MISPREDICTION);
             if inside && (predicted || misses >= MOST_CORRECTIONS) {
+                notes.extend(chosen.notes.iter().cloned());
                 return Ok(Standing::Accepted(Box::new(Accepted {
                     chosen,
                     pair,
@@ -319,7 +320,9 @@ impl<'a> Fit<'a> {
         };
         let choices = match choose(&question, &mut model, &Options::default())? {
             heterogeneous::Fitted::Found(choices) => choices,
-            heterogeneous::Fitted::Impossible(reachable) => return Err(PlanError::Impossible(reachable)),
+            heterogeneous::Fitted::Impossible(impossible) => {
+                return Err(PlanError::Impossible(Box::new(impossible)));
+            }
         };
         let front = match limits.first() {
             Some(limit) if round == 1 => {
@@ -434,6 +437,7 @@ impl<'a> Fit<'a> {
                     limits: limits.to_vec(),
                     margin: LEAST_MARGIN,
                     running: None,
+                    notes: Vec::new(),
                     corrections,
                     solved: None,
                     divergence: Some(divergence),
@@ -472,6 +476,7 @@ fn chosen_of(
 ) -> Chosen {
     Chosen {
         strategy: Strategy::Heterogeneous,
+        notes: choice.notes(),
         candidate: choice.candidate,
         prediction: choice.prediction,
         limits,

@@ -29,6 +29,7 @@ pub(super) fn refuse_unservable(context: &Context<'_>, parent: &Architecture) ->
     };
     refuse_load(&target.workload, parent)?;
     let mut windows = None;
+    let mut sizes = None;
     for (index, block) in parent.blocks.iter().enumerate() {
         match &block.shape {
             BlockShape::Attention(attention) => {
@@ -37,6 +38,14 @@ pub(super) fn refuse_unservable(context: &Context<'_>, parent: &Architecture) ->
                         "block {index}: its head size is {}, expected {}; use target.engine: builtin",
                         attention.head_dim,
                         head_sizes(target.device)
+                    ));
+                }
+                let (first, size) = sizes.get_or_insert((index, attention.head_dim));
+                if *size != attention.head_dim {
+                    return refused(format!(
+                        "block {index}: its head size is {} and block {first}'s is {size}, expected the same in all; use \
+                         target.engine: builtin",
+                        attention.head_dim
                     ));
                 }
                 let (first, window) = windows.get_or_insert((index, attention.sliding_window));
@@ -60,6 +69,9 @@ pub(super) fn refuse_unservable(context: &Context<'_>, parent: &Architecture) ->
                 ));
             }
         }
+    }
+    if sizes.is_none() {
+        return refused("a parent without attention, expected at least one block of it".to_owned());
     }
     Ok(())
 }

@@ -239,6 +239,9 @@ pub struct Chosen {
     /// Sequences that run together, where the engine batches continuously and fewer than the concurrency do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub running: Option<usize>,
+    /// What the reader should know of it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
     /// What earlier checks taught.
     pub corrections: Corrections,
     /// Heterogeneous: the solver's objective and its proof.

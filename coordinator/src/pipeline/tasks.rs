@@ -5,7 +5,7 @@ use espalier_proto::task::{
     Calibrate, DepthOrder, Ingest, Ingested, ParentRef, Profile, Profiled, ScoreBlock, Sort, TaskOutput,
     TaskSpec,
 };
-use espalier_search::heterogeneous::{Fitted, Question, choose};
+use espalier_search::heterogeneous::{Fitted, Impossible, Question, Reachable, choose};
 use espalier_search::solver::Options;
 use espalier_search::{AbsoluteLimit, Bound, Figures, Metric, points, running_points};
 
@@ -285,12 +285,12 @@ fn refuse_uncountable(context: &Context<'_>, parent: &Architecture) -> Result<()
         let absolute = limit.resolve(&whole)?;
         let least = smallest.get(limit.metric).unwrap_or(0.0);
         if !absolute.admits(least) {
-            let reach = espalier_search::heterogeneous::Reachable {
+            let reach = Reachable {
                 limit: absolute,
                 alone: least,
                 together: least,
             };
-            return Err(PlanError::Impossible(vec![reach]));
+            return Err(PlanError::Impossible(Box::new(Impossible::of(vec![reach]))));
         }
     }
     Ok(())
@@ -318,6 +318,8 @@ fn refuse_unreachable(
     };
     match choose(&question, &mut model, &any)? {
         Fitted::Found(_) => Ok(()),
-        Fitted::Impossible(reachable) => Err(PlanError::Impossible(reachable)),
+        // What is not proven impossible may turn out to be possible once scores say where to look.
+        Fitted::Impossible(impossible) if !impossible.proven => Ok(()),
+        Fitted::Impossible(impossible) => Err(PlanError::Impossible(Box::new(impossible))),
     }
 }

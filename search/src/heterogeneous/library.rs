@@ -1,27 +1,30 @@
 //! What is known of one parent on one target, as the solver's problem.
 
 use std::collections::HashMap;
+use std::rc::Rc;
 
-use espalier_arch::{Architecture, Candidate, Variant};
+use espalier_arch::{Architecture, BlockShape, Candidate, Variant};
 
-use super::margin::{margin, share_of};
-use super::{Choice, Fitted, FrontPoint, Reachable};
-use crate::predict::Prices;
-use crate::solver::{self, Item, Options, Problem, Solved};
-use crate::{AbsoluteLimit, CostModel, Costs, Error, Metric, Result, Score};
-
-/// How often a choice whose errors turned out larger than was thought is made anew.
-const MOST_ROUNDS: usize = 6;
+use super::margin::{doubt, margin};
+use super::reachable::Impossible;
+use super::settle::{Learnt, Settled, Wanted};
+use super::sums::Sum;
+use super::{Choice, Fitted, FrontPoint};
+use crate::predict::{Priced, Prices};
+use crate::solver::{Options, Solution};
+use crate::uniform::aim;
+use crate::{AbsoluteLimit, CostModel, Error, Metric, Result, Score};
 
 /// What is known of one parent on one target.
 #[derive(Debug)]
 pub struct Library<'a> {
     parent: &'a Architecture,
-    variants: Vec<Vec<Variant>>,
-    scores: Vec<Vec<f64>>,
-    costs: Vec<Vec<Costs>>,
-    base: Costs,
-    model: &'a CostModel,
+    pub(super) variants: Vec<Vec<Variant>>,
+    /// None where only what can be reached is asked.
+    pub(super) scores: Option<Vec<Vec<f64>>>,
+    prices: Vec<Vec<Rc<Priced>>>,
+    base: Priced,
+    pub(super) model: &'a CostModel,
 }
 
 impl<'a> Library<'a> {
@@ -39,32 +42,18 @@ impl<'a> Library<'a> {
             .iter()
             .map(|score| ((score.block, &score.variant), score.divergence))
             .collect();
-        let mut score_rows = Vec::with_capacity(variants.len());
-        let mut cost_rows = Vec::with_capacity(variants.len());
-        let mut prices = Prices::new(model);
-        for (block, (shape, variants)) in parent.blocks.iter().zip(&variants).enumerate() {
-            let mut block_scores = Vec::with_capacity(variants.len());
-            let mut block_costs = Vec::with_capacity(variants.len());
-            for variant in variants {
-                block_scores.push(score_of(&known, block, variant)?);
-                let left = shape.shape.with_variant(variant).map_err(Error::Shape)?;
-                block_costs.push(prices.of(left.as_ref())?);
-            }
-            score_rows.push(block_scores);
-            cost_rows.push(block_costs);
+        let mut rows = Vec::with_capacity(variants.len());
+        for (block, variants) in variants.iter().enumerate() {
+            let each = variants.iter().map(|variant| score_of(&known, block, variant));
+            rows.push(each.collect::<Result<Vec<f64>>>()?);
         }
-        let base = model.base_costs(parent)?;
         Ok(Self {
-            parent,
-            variants,
-            scores: score_rows,
-            costs: cost_rows,
-            base,
-            model,
+            scores: Some(rows),
+            ..Self::unscored(parent, variants, model)?
         })
     }
 
-    /// The same without scores: every variant scores 0. Only for asking what can be reached.
+    /// The same without scores: only for asking what can be reached.
     ///
     /// # Errors
     /// When a variant has no cost.
@@ -73,20 +62,23 @@ impl<'a> Library<'a> {
         variants: Vec<Vec<Variant>>,
         model: &'a CostModel,
     ) -> Result<Self> {
-        let scores: Vec<Score> = variants
-            .iter()
-            .enumerate()
-            .flat_map(|(block, variants)| {
-                variants.iter().map(move |variant| Score {
-                    block,
-                    variant: variant.clone(),
-                    divergence: 0.0,
-                    standard_error: 0.0,
-                    tokens: 0,
-                })
-            })
-            .collect();
-        Self::new(parent, variants, &scores, model)
+        let mut known = Prices::new(model);
+        let mut prices = Vec::with_capacity(variants.len());
+        for (block, variants) in parent.blocks.iter().zip(&variants) {
+            let each = variants.iter().map(|variant| {
+                let left = block.shape.with_variant(variant).map_err(Error::Shape)?;
+                known.of(left.as_ref())
+            });
+            prices.push(each.collect::<Result<Vec<_>>>()?);
+        }
+        Ok(Self {
+            parent,
+            variants,
+            scores: None,
+            prices,
+            base: model.base_price(parent)?,
+            model,
+        })
     }
 
     /// Up to `count` candidates that differ from each other in at least `distance` blocks, the best first.
@@ -105,74 +97,39 @@ impl<'a> Library<'a> {
         options: &Options,
     ) -> Result<Fitted> {
         let coarse = Options {
-            relative_gap: 1e-3,
+            relative_gap: options.relative_gap.max(1e-3),
             ..*options
         };
-        let none = vec![0.0; limits.len()];
-        let first = match solver::solve(&self.aimed(limits, &none), &coarse)? {
-            Solved::Found(solution) => self.choice(&solution, 0.0)?,
-            Solved::Infeasible(reach) => {
-                return Ok(Fitted::Impossible(self.reachable(limits, &none, &reach)));
+        let bare = self.sums(limits, 0.0);
+        let mut learnt = Learnt::new(&bare, &self.whole());
+        let first = match self.settle(&bare, &mut learnt, Wanted::ONE, &coarse)? {
+            Settled::Found(solutions) => self.choices(solutions, limits, 0.0, &learnt)?,
+            Settled::Nothing { closest, proven } => {
+                let weigh = |choice: &[usize]| bare.iter().map(|sum| sum.share(choice)).fold(0.0, f64::max);
+                return Ok(Fitted::Impossible(Impossible {
+                    limits: self.reachable(limits, &self.with_attention(closest, weigh)),
+                    proven,
+                    attention: learnt.attention,
+                    unmeasured: None,
+                }));
             }
         };
-        let spare = margin(&first.prediction, limits);
-        for spare in [spare, 0.0] {
-            let choices = self.confident(limits, &first, spare, |problem| {
-                solver::top(problem, count, distance, options)
-            })?;
-            if !choices.is_empty() {
-                return Ok(Fitted::Found(choices));
+        let spare = first
+            .first()
+            .map_or(0.0, |choice| margin(&choice.prediction, limits));
+        let spares = match spare {
+            _ if self.scores.is_none() => &[][..],
+            0.0 => &[0.0],
+            _ => &[spare, 0.0],
+        };
+        for &spare in spares {
+            let sums = self.sums(limits, spare);
+            let settled = self.settle(&sums, &mut learnt, Wanted { count, distance }, options)?;
+            if let Settled::Found(solutions) = settled {
+                return Ok(Fitted::Found(self.choices(solutions, limits, spare, &learnt)?));
             }
         }
-        let margins = self.margins(limits, &first, 0.0);
-        match solver::solve(&self.aimed(limits, &margins), &coarse)? {
-            Solved::Infeasible(reach) => Ok(Fitted::Impossible(self.reachable(limits, &margins, &reach))),
-            Solved::Found(_) if limits.iter().any(|limit| limit.confidence.is_some()) => {
-                Ok(Fitted::Impossible(doubtful(limits, &first)))
-            }
-            Solved::Found(_) => Ok(Fitted::Found(vec![first])),
-        }
-    }
-
-    /// Choices that keep every limit with the confidence it asks for, the others with `spare` as their margin. What the
-    /// errors of a choice are is known only once it is made, so it is made again with what they turned out to be.
-    fn confident(
-        &self,
-        limits: &[AbsoluteLimit],
-        first: &Choice,
-        spare: f64,
-        solve: impl Fn(&Problem) -> Result<Vec<solver::Solution>>,
-    ) -> Result<Vec<Choice>> {
-        let mut margins = self.margins(limits, first, spare);
-        for _ in 0..MOST_ROUNDS {
-            let most = margins.iter().copied().fold(0.0, f64::max);
-            let solutions = solve(&self.aimed(limits, &margins))?;
-            let choices = solutions.iter().map(|solution| self.choice(solution, most));
-            let choices: Vec<Choice> = choices.collect::<Result<_>>()?;
-            let Some(best) = choices.first() else { break };
-            let kept = |choice: &Choice| {
-                let mut confident = limits.iter().filter(|limit| limit.confidence.is_some());
-                confident.all(|limit| limit.admits_prediction(&choice.prediction))
-            };
-            if kept(best) {
-                return Ok(choices.into_iter().filter(kept).collect());
-            }
-            let needed = self.margins(limits, best, spare);
-            for (margin, needed) in margins.iter_mut().zip(needed) {
-                *margin = margin.max(needed);
-            }
-        }
-        Ok(Vec::new())
-    }
-
-    /// What to leave of each limit, by the errors of a choice.
-    fn margins(&self, limits: &[AbsoluteLimit], choice: &Choice, spare: f64) -> Vec<f64> {
-        let each = limits.iter().map(|limit| match limit.confidence {
-            Some(_) => share_of(&choice.prediction, limit),
-            None if limit.metric.is_timed() => spare,
-            None => 0.0,
-        });
-        each.collect()
+        Ok(Fitted::Found(first))
     }
 
     /// The least score inside `others` at `count` values of one metric, evenly from the best that can be reached to the
@@ -188,101 +145,90 @@ impl<'a> Library<'a> {
         count: usize,
         options: &Options,
     ) -> Result<Vec<FrontPoint>> {
-        let whole = self
-            .model
-            .predict(self.parent)?
-            .figures
-            .get(metric)
-            .unwrap_or(0.0);
-        let own = self.model.sum_limit(&AbsoluteLimit::new(metric, whole));
-        let least = self.base.get(metric)
-            + self
-                .costs
-                .iter()
-                .map(|block| least(block.iter().map(|costs| costs.get(metric))))
-                .sum::<f64>();
+        let whole = self.model.predict(self.parent)?.figures.get(metric);
+        let whole = AbsoluteLimit::new(metric, whole.unwrap_or(0.0));
+        let own = self.model.sum_limit(&whole);
+        let alone = self.reachable(&[whole], &self.whole());
+        let least = alone
+            .iter()
+            .map(|reach| self.model.figure(metric, reach.alone))
+            .sum::<f64>();
+        let mut learnt = Learnt::new(&self.sums(others, 0.0), &self.whole());
         let mut front: Vec<FrontPoint> = Vec::with_capacity(count);
         for step in 0..count {
             let share = (step as f64 + 1.0) / count as f64;
-            let sum = least + (own - least) * share;
-            let limit = AbsoluteLimit::new(metric, self.figure(metric, sum));
-            let problem = self.problem(&[others, &[limit]].concat(), 0.0);
-            let Solved::Found(solution) = solver::solve(&problem, options)? else {
+            let limit = AbsoluteLimit::new(metric, self.model.figure(metric, least + (own - least) * share));
+            let limits = [others, &[limit]].concat();
+            let sums = self.sums(&limits, 0.0);
+            let Settled::Found(solutions) = self.settle(&sums, &mut learnt, Wanted::ONE, options)? else {
                 continue;
             };
-            let choice = self.choice(&solution, 0.0)?;
-            let value = choice.prediction.figures.get(metric).unwrap_or(sum);
-            let better = front.last().is_none_or(|last| choice.score < last.score);
-            if better {
-                front.push(FrontPoint {
-                    value,
-                    error: choice.prediction.errors.get(metric).unwrap_or(0.0),
-                    score: choice.score,
-                });
+            for choice in self.choices(solutions, &limits, 0.0, &learnt)? {
+                if front.last().is_none_or(|last| choice.score < last.score) {
+                    front.push(FrontPoint {
+                        value: choice.prediction.figures.get(metric).unwrap_or(limit.value),
+                        error: choice.prediction.errors.get(metric).unwrap_or(0.0),
+                        score: choice.score,
+                    });
+                }
             }
         }
         Ok(front)
     }
 
-    /// The knapsack: one group for each block; limits less `margin` of the timed ones, and the base.
-    pub fn problem(&self, limits: &[AbsoluteLimit], margin: f64) -> Problem {
-        let timed = |limit: &AbsoluteLimit| if limit.metric.is_timed() { margin } else { 0.0 };
-        let margins: Vec<f64> = limits.iter().map(timed).collect();
-        self.aimed(limits, &margins)
+    /// Every combination that has to hold, with `spare` of the timed limits that ask for no confidence left.
+    pub(super) fn sums(&self, limits: &[AbsoluteLimit], spare: f64) -> Vec<Sum> {
+        let cones = limits
+            .iter()
+            .flat_map(|limit| self.model.cones(&aim(limit, spare)));
+        cones
+            .map(|cone| Sum::new(&cone, &self.base, &self.prices))
+            .collect()
     }
 
-    fn aimed(&self, limits: &[AbsoluteLimit], margins: &[f64]) -> Problem {
-        self.sum_problem(&self.constraints(limits, margins).concat())
+    /// The choice of the first variant everywhere.
+    fn whole(&self) -> Vec<usize> {
+        vec![0; self.variants.len()]
     }
 
-    /// Each limit less its margin as bounds on sums, the limit's own sum first.
-    fn constraints(&self, limits: &[AbsoluteLimit], margins: &[f64]) -> Vec<Vec<(Metric, f64)>> {
-        let each = limits.iter().zip(margins).map(|(limit, margin)| {
-            let kept = 1.0 - margin;
-            let value = if limit.metric.more_is_better() {
-                limit.value / kept
-            } else {
-                limit.value * kept
-            };
-            self.model.constraints(&AbsoluteLimit { value, ..*limit })
+    /// Whether the block keeps attention as this variant.
+    pub(super) fn keeps_attention(&self, block: usize, variant: usize) -> bool {
+        let shape = self.parent.blocks.get(block).map(|block| &block.shape);
+        let variant = self
+            .variants
+            .get(block)
+            .and_then(|variants| variants.get(variant));
+        matches!(shape, Some(BlockShape::Attention(_))) && variant != Some(&Variant::Skip)
+    }
+
+    /// Whether the engine needs attention, and the choice has none.
+    pub(super) fn lacks_attention(&self, chosen: &[usize]) -> bool {
+        let mut each = chosen.iter().enumerate();
+        self.model.needs_attention() && !each.any(|(block, &variant)| self.keeps_attention(block, variant))
+    }
+
+    fn choices(
+        &self,
+        solutions: Vec<Solution>,
+        limits: &[AbsoluteLimit],
+        spare: f64,
+        learnt: &Learnt,
+    ) -> Result<Vec<Choice>> {
+        let each = solutions.into_iter().map(|solution| {
+            let candidate = self.candidate(&solution.chosen);
+            let prediction = self.model.predict(&self.parent.with_candidate(&candidate)?)?;
+            Ok(Choice {
+                candidate,
+                score: solution.cost,
+                score_bound: solution.lower_bound,
+                gap: solution.gap,
+                margin: spare.max(doubt(&prediction, limits)),
+                prediction,
+                running: self.model.running(),
+                attention_kept: learnt.attention,
+            })
         });
         each.collect()
-    }
-
-    fn sum_problem(&self, sums: &[(Metric, f64)]) -> Problem {
-        let groups = self
-            .scores
-            .iter()
-            .zip(&self.costs)
-            .map(|(scores, costs)| {
-                let items = scores.iter().zip(costs);
-                items
-                    .map(|(score, costs)| Item {
-                        cost: *score,
-                        uses: sums.iter().map(|(metric, _)| costs.get(*metric)).collect(),
-                    })
-                    .collect()
-            })
-            .collect();
-        let limits = sums
-            .iter()
-            .map(|(metric, sum)| sum - self.base.get(*metric))
-            .collect();
-        Problem { groups, limits }
-    }
-
-    fn choice(&self, solution: &solver::Solution, margin: f64) -> Result<Choice> {
-        let candidate = self.candidate(&solution.chosen);
-        let prediction = self.model.predict(&self.parent.with_candidate(&candidate)?)?;
-        Ok(Choice {
-            candidate,
-            score: solution.cost,
-            score_bound: solution.lower_bound,
-            gap: solution.gap,
-            prediction,
-            margin,
-            running: self.model.running(),
-        })
     }
 
     fn candidate(&self, chosen: &[usize]) -> Candidate {
@@ -293,49 +239,6 @@ impl<'a> Library<'a> {
                 .collect(),
         }
     }
-
-    fn reachable(&self, limits: &[AbsoluteLimit], margins: &[f64], reach: &solver::Reach) -> Vec<Reachable> {
-        let mut place = 0;
-        let constraints = self.constraints(limits, margins);
-        let each = limits.iter().zip(&constraints).map(|(limit, constraints)| {
-            let back = |sums: &[f64]| {
-                let sum = sums.get(place).copied().unwrap_or(0.0) + self.base.get(limit.metric);
-                self.figure(limit.metric, sum)
-            };
-            let reachable = Reachable {
-                limit: *limit,
-                alone: back(&reach.least),
-                together: back(&reach.closest_uses),
-            };
-            place += constraints.len();
-            reachable
-        });
-        each.collect()
-    }
-
-    /// The figure that a sum over blocks and base comes to: no less than the host's floor, and for throughput the
-    /// inverse.
-    fn figure(&self, metric: Metric, sum: f64) -> f64 {
-        let sum = sum.max(self.model.floor_of(metric));
-        self.model.sum_limit(&AbsoluteLimit::new(metric, sum))
-    }
-}
-
-/// Limits that the best choice is inside of by its prediction, and not with the confidence asked for.
-fn doubtful(limits: &[AbsoluteLimit], first: &Choice) -> Vec<Reachable> {
-    let each = limits.iter().map(|limit| {
-        let value = limit.value_at_confidence(&first.prediction).unwrap_or(0.0);
-        Reachable {
-            limit: *limit,
-            alone: value,
-            together: value,
-        }
-    });
-    each.collect()
-}
-
-fn least(values: impl Iterator<Item = f64>) -> f64 {
-    values.fold(f64::INFINITY, f64::min)
 }
 
 fn score_of(known: &HashMap<(usize, &Variant), f64>, block: usize, variant: &Variant) -> Result<f64> {

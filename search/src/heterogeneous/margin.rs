@@ -8,7 +8,7 @@ pub const LEAST_MARGIN: f64 = 0.02;
 pub const MOST_MARGIN: f64 = 0.05;
 
 /// Two standard errors of the worst timed limit, as a share of it, within the documented bounds; 0 when
-/// nothing timed is limited. Limits that ask for a confidence are left out: theirs is [`share_of`].
+/// nothing timed is limited. Limits that ask for a confidence are left out: theirs is their own.
 pub fn margin(prediction: &Prediction, limits: &[AbsoluteLimit]) -> f64 {
     let timed = limits
         .iter()
@@ -25,18 +25,12 @@ pub fn margin(prediction: &Prediction, limits: &[AbsoluteLimit]) -> f64 {
         .map_or(0.0, |worst| worst.clamp(LEAST_MARGIN, MOST_MARGIN))
 }
 
-/// The share of a limit that the doubt of a prediction takes, at the confidence that the limit asks for.
-pub(super) fn share_of(prediction: &Prediction, limit: &AbsoluteLimit) -> f64 {
-    let value = prediction.figures.get(limit.metric).unwrap_or(0.0);
-    let doubt = limit.deviations() * prediction.errors.get(limit.metric).unwrap_or(0.0);
-    if value <= 0.0 {
-        return 0.0;
-    }
-    // A ceiling L is kept by v where v + d ≤ L: v ≤ L·(1 − d/(v + d)). A floor is kept where v − d ≥ L: the time that is
-    // its inverse may be no more than L's, less d/v.
-    if limit.metric.more_is_better() {
-        doubt / value
-    } else {
-        doubt / (value + doubt)
-    }
+/// The largest share of a limit that the doubt of a prediction takes, at the confidence that the limit asks for.
+pub(super) fn doubt(prediction: &Prediction, limits: &[AbsoluteLimit]) -> f64 {
+    let shares = limits.iter().map(|limit| {
+        let value = prediction.figures.get(limit.metric).unwrap_or(0.0);
+        let sure = limit.value_at_confidence(prediction).unwrap_or(value);
+        (limit.use_of(sure) - limit.use_of(value)).max(0.0)
+    });
+    shares.fold(0.0, f64::max)
 }

@@ -1,5 +1,7 @@
 //! Choices against sums worked out by hand.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::cast_precision_loss)]
+mod confidence;
+
 use super::*;
 use crate::fixtures::{f32, prompts, small};
 use crate::{Figures, Space};
@@ -92,11 +94,12 @@ fn a_limit_that_only_the_bare_value_admits_is_aimed_at_without_margin() {
 
 #[test]
 fn an_impossible_limit_is_answered_with_the_best_that_can_be_reached() {
-    let Fitted::Impossible(reachable) = fit(0.5, 1) else {
+    let Fitted::Impossible(impossible) = fit(0.5, 1) else {
         panic!("the base alone takes 1 ms")
     };
-    assert_eq!(reachable[0].alone, 1.0);
-    assert_eq!(reachable[0].together, 1.0);
+    assert!(impossible.proven && impossible.notes().is_empty());
+    assert_eq!(impossible.limits[0].alone, 1.0);
+    assert_eq!(impossible.limits[0].together, 1.0);
 }
 
 /// [`prompts`] with a spread for every row.

@@ -1,8 +1,11 @@
 //! The cost model: what each block and the base add to every metric.
 
+use std::rc::Rc;
+
 use espalier_arch::{Architecture, BlockShape};
 use serde::{Deserialize, Serialize};
 
+use super::cone::Priced;
 use super::rows::Load;
 use super::sampled::Sampled;
 use super::shapes::Times;
@@ -86,8 +89,9 @@ pub struct CostModel {
     /// Sequences that run together: the workload's concurrency, or fewer where an engine batches continuously.
     running: usize,
     batches_continuously: bool,
+    needs_attention: bool,
     ranks: usize,
-    hidden: usize,
+    pub(super) hidden: usize,
     memory: MemoryModel,
     other_memory_bytes: f64,
     corrections: Corrections,
@@ -96,13 +100,13 @@ pub struct CostModel {
 
 /// The times of one subject, or sums of them.
 #[derive(Debug, Clone, Default)]
-struct Timed {
+pub(super) struct Timed {
     /// Prefill of every prompt.
-    first: Sampled,
+    pub(super) first: Sampled,
     /// All decode steps.
-    decode: Sampled,
+    pub(super) decode: Sampled,
     /// See [`Costs::turnover_ms`].
-    turnover: Sampled,
+    pub(super) turnover: Sampled,
 }
 
 impl Timed {
@@ -117,7 +121,7 @@ impl Timed {
 #[derive(Debug)]
 pub(crate) struct Prices<'a> {
     model: &'a CostModel,
-    known: Vec<(BlockShape, Costs)>,
+    known: Vec<(BlockShape, Rc<Priced>)>,
 }
 
 impl<'a> Prices<'a> {
@@ -128,17 +132,17 @@ impl<'a> Prices<'a> {
         }
     }
 
-    /// As [`CostModel::block_costs`].
-    pub(crate) fn of(&mut self, shape: Option<&BlockShape>) -> Result<Costs> {
+    /// As [`CostModel::price`].
+    pub(crate) fn of(&mut self, shape: Option<&BlockShape>) -> Result<Rc<Priced>> {
         let Some(shape) = shape else {
-            return Ok(Costs::default());
+            return Ok(Rc::default());
         };
-        if let Some((_, costs)) = self.known.iter().find(|(known, _)| known == shape) {
-            return Ok(*costs);
+        if let Some((_, priced)) = self.known.iter().find(|(known, _)| known == shape) {
+            return Ok(Rc::clone(priced));
         }
-        let costs = self.model.block_costs(Some(shape))?;
-        self.known.push((shape.clone(), costs));
-        Ok(costs)
+        let priced = Rc::new(self.model.price(Some(shape))?);
+        self.known.push((shape.clone(), Rc::clone(&priced)));
+        Ok(priced)
     }
 }
 
@@ -168,6 +172,7 @@ impl CostModel {
             workload: *workload,
             running: workload.concurrency,
             batches_continuously: table.key.batches_continuously(),
+            needs_attention: table.key.needs_attention(),
             ranks: table.key.parallelism,
             hidden: parent.hidden,
             memory: memory.paged(table.memory.as_ref()),
@@ -229,6 +234,11 @@ impl CostModel {
         self.batches_continuously
     }
 
+    /// Whether the engine can serve no model without attention.
+    pub fn needs_attention(&self) -> bool {
+        self.needs_attention
+    }
+
     /// Requests in flight together.
     pub fn concurrency(&self) -> usize {
         self.workload.concurrency
@@ -239,13 +249,7 @@ impl CostModel {
     /// # Errors
     /// When the table holds neither the shape at the workload's loads nor neighbours of it, or ranks cannot share it.
     pub fn block_costs(&self, shape: Option<&BlockShape>) -> Result<Costs> {
-        let Some(shape) = shape else {
-            return Ok(Costs::default());
-        };
-        let mut costs = self.costs(&self.block_times(shape)?);
-        costs.memory_bytes = self.block_bytes(shape)?;
-        costs.block_parameters = parameters(shape, self.hidden);
-        Ok(costs)
+        Ok(self.price(shape)?.costs)
     }
 
     /// What everything that is no block adds.
@@ -253,9 +257,7 @@ impl CostModel {
     /// # Errors
     /// When the table does not hold the base at the workload's points.
     pub fn base_costs(&self, architecture: &Architecture) -> Result<Costs> {
-        let mut costs = self.costs(&self.base_times(architecture)?);
-        costs.memory_bytes = self.base_bytes(architecture)?;
-        Ok(costs)
+        Ok(self.base_price(architecture)?.costs)
     }
 
     /// What `architecture` will cost.
@@ -287,40 +289,23 @@ impl CostModel {
         Ok(self.prediction(&times, memory, block_parameters))
     }
 
-    /// The limit as bounds on sums of [`Costs::get`] over blocks and base, all of which must hold.
-    ///
-    /// Without a floor of the host's it is one. With it, a first token takes max(P, f) and each of n steps max(D, g), so
-    /// that max(P, f) + n·max(D, g) ≤ L where each of P + n·D, P + n·g, f + n·D and f + n·g is at most L. The last
-    /// is no sum over blocks: where it is more, nothing is inside.
-    pub fn constraints(&self, limit: &AbsoluteLimit) -> Vec<(Metric, f64)> {
-        let bound = self.sum_limit(limit);
-        let mut constraints = vec![(limit.metric, bound)];
-        if self.floor_of(limit.metric) > bound {
-            constraints.push((limit.metric, NEVER));
-        }
-        if limit.metric == Metric::Latency {
-            let (first, decode) = (self.floor.first.value, self.floor.decode.value);
-            if decode > 0.0 {
-                constraints.push((Metric::FirstToken, bound - decode));
-            }
-            if first > 0.0 && decode_steps(&self.workload).is_some() {
-                constraints.push((Metric::PerToken, (bound - first) / self.steps()));
-            }
-        }
-        constraints
-    }
-
-    /// The limit as a bound on the sum of [`Costs::get`] over blocks and base; what turns a sum back into a figure too.
+    /// The limit as a bound on the sum over blocks and base.
     pub fn sum_limit(&self, limit: &AbsoluteLimit) -> f64 {
-        match limit.metric {
-            Metric::Throughput => self.tokens() * 1000.0 / limit.value,
-            _ => limit.value,
+        self.figure(limit.metric, limit.value)
+    }
+
+    /// The figure that a sum over blocks and base comes to, and the sum that a figure comes from: a throughput is the inverse
+    /// of a time.
+    pub(crate) fn figure(&self, metric: Metric, sum: f64) -> f64 {
+        match metric {
+            Metric::Throughput => self.tokens() * 1000.0 / sum,
+            _ => sum,
         }
     }
 
-    /// The host's floor under a metric's sum; 0 where the table does not tell it apart.
-    pub fn floor_of(&self, metric: Metric) -> f64 {
-        self.costs(&self.floor).get(metric)
+    /// The host's floor; nothing where the table does not tell it apart.
+    pub(super) fn host(&self) -> &Timed {
+        &self.floor
     }
 
     /// Output tokens of the whole workload.
@@ -330,11 +315,11 @@ impl CostModel {
     }
 
     #[allow(clippy::cast_precision_loss)] // far below 2^53
-    fn steps(&self) -> f64 {
+    pub(super) fn steps(&self) -> f64 {
         decode_steps(&self.workload).unwrap_or(1) as f64
     }
 
-    fn costs(&self, times: &Timed) -> Costs {
+    pub(super) fn costs(&self, times: &Timed) -> Costs {
         Costs {
             latency_ms: times.first.value + times.decode.value,
             first_token_ms: times.first.value,
@@ -403,11 +388,11 @@ impl CostModel {
         )
     }
 
-    fn block_times(&self, shape: &BlockShape) -> Result<Timed> {
+    pub(super) fn block_times(&self, shape: &BlockShape) -> Result<Timed> {
         self.timed(|load| self.times.block(shape, load).map(Some))
     }
 
-    fn base_times(&self, architecture: &Architecture) -> Result<Timed> {
+    pub(super) fn base_times(&self, architecture: &Architecture) -> Result<Timed> {
         let base = Subject::Base {
             vocab_size: architecture.vocab_size,
         };
@@ -495,7 +480,7 @@ impl CostModel {
     }
 
     /// Weights and state of one block on one rank, as many sequences running as run together.
-    fn block_bytes(&self, shape: &BlockShape) -> Result<f64> {
+    pub(super) fn block_bytes(&self, shape: &BlockShape) -> Result<f64> {
         let workload = Workload {
             concurrency: self.running,
             ..self.workload
@@ -512,7 +497,7 @@ impl CostModel {
     }
 
     /// Everything that is no block, on one rank.
-    fn base_bytes(&self, architecture: &Architecture) -> Result<f64> {
+    pub(super) fn base_bytes(&self, architecture: &Architecture) -> Result<f64> {
         let other = self.other_memory_bytes + self.corrections.memory_bytes;
         let outside = |model: &Architecture| bytes(model.stored_outside_blocks(&self.memory.storage));
         if self.ranks == 1 {
@@ -532,9 +517,6 @@ impl CostModel {
         Ok(sum)
     }
 }
-
-/// A sum that none reaches.
-const NEVER: f64 = -1.0;
 
 /// Bytes are far below 2^53.
 #[allow(clippy::cast_precision_loss)]

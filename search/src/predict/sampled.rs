@@ -3,7 +3,7 @@
 /// Where an error comes from. Errors of one source are the same error again and add up; different sources are
 /// independent, and add in quadrature.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Source {
+pub(crate) enum Source {
     /// The spread of this subject's rows.
     Rows(usize),
     /// The line drawn between this subject's loads.

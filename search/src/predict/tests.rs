@@ -339,16 +339,17 @@ fn a_step_takes_the_longer_of_the_devices_sum_and_the_hosts_floor() {
     close(prediction.figures.per_token_ms, 6.0);
     close(prediction.figures.latency_ms, 44.0);
     close(prediction.device.unwrap().latency_ms, 39.6);
-    let limit = |value| crate::AbsoluteLimit::new(Metric::Latency, value);
-    assert_eq!(
-        costs.constraints(&limit(50.0)),
-        [
-            (Metric::Latency, 50.0),
-            (Metric::FirstToken, 26.0),
-            (Metric::PerToken, 7.5)
-        ]
-    );
-    assert!(costs.constraints(&limit(43.0)).contains(&(Metric::Latency, -1.0)));
+    let limit = crate::AbsoluteLimit::new(Metric::Latency, 50.0);
+    let whole = |cone: crate::predict::Cone| -> f64 {
+        let blocks = small().blocks.into_iter();
+        let shares = blocks.map(|block| cone.share(&costs.price(Some(&block.shape)).unwrap()).value);
+        cone.share(&costs.base_price(&small()).unwrap()).value + shares.sum::<f64>()
+    };
+    let combinations: Vec<f64> = costs.cones(&limit).into_iter().map(whole).collect();
+    for (found, expected) in combinations.iter().zip([39.6, 43.0, 40.6, 44.0]) {
+        close(Some(*found), expected);
+    }
+    assert_eq!(combinations.len(), 4);
     assert!(model(None).predict(&small()).unwrap().device.is_none());
 }
 

@@ -3,7 +3,7 @@
 use super::{Item, Problem};
 
 /// Uses beyond a limit by less than this are rounding, not excess; the larger of the limit and the largest use is 1.
-pub(super) const TOLERANCE: f64 = 1e-9;
+pub(crate) const TOLERANCE: f64 = 1e-9;
 
 /// The items of each group that a node still allows: `[first, end)` in [`Reduced::items`].
 pub(super) type Allowed = Vec<(u32, u32)>;

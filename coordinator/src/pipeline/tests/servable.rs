@@ -55,7 +55,7 @@ fn a_head_size_that_vllm_cannot_take_is_named_with_its_block_before_anything_is_
 }
 
 #[test]
-fn windows_of_several_widths_and_blocks_that_the_plugin_has_not_are_refused_by_their_place() {
+fn windows_and_heads_of_several_sizes_and_blocks_that_the_plugin_has_not_are_refused_by_their_place() {
     let spec = for_vllm();
     let mut parent = with_heads(64);
     if let BlockShape::Attention(attention) = &mut parent.blocks[2].shape {
@@ -65,6 +65,16 @@ fn windows_of_several_widths_and_blocks_that_the_plugin_has_not_are_refused_by_t
     for part in ["block 2", "128 tokens", "block 0's is unlimited"] {
         assert!(said.contains(part), "{part}: {said}");
     }
+    let mut parent = with_heads(64);
+    if let BlockShape::Attention(attention) = &mut parent.blocks[2].shape {
+        attention.head_dim = 128;
+    }
+    let said = refused(&spec, &parent);
+    assert!(said.contains("head size is 128 and block 0's is 64"), "{said}");
+    let mut parent = with_heads(64);
+    let is_mlp = |shape: &BlockShape| matches!(shape, BlockShape::Mlp(_));
+    parent.blocks.retain(|block| is_mlp(&block.shape));
+    assert!(refused(&spec, &parent).contains("without attention"));
     let mut parent = with_heads(64);
     if let BlockShape::Mlp(mlp) = &mut parent.blocks[1].shape {
         mlp.activation = Activation::ReluSquared;
