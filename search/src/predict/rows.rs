@@ -1,5 +1,6 @@
 //! One subject's rows by load, and its time at any load between them.
 
+use super::CONTEXT_STEP;
 use super::sampled::{Outside, Sampled, Source, across, between, share};
 use crate::{CostRow, Error, Point, Result, Subject};
 
@@ -175,6 +176,7 @@ impl Measured {
             .map(|(row, weight)| (row.error * weight).powi(2));
         let value = total(&weights).max(0.0);
         let mut found = Sampled::new(value, Source::Rows(self.index), squares.sum::<f64>().sqrt());
+        found.add_error(Source::Loads(self.index), unseen(rows, context, last));
         if context < shortest || last > longest {
             // What lies beyond is in doubt by all that it adds to standing still at the end.
             let inner = weights_clamped(rows, context, last);
@@ -214,6 +216,41 @@ fn weights(rows: &[Row], first: usize, last: usize) -> Vec<f64> {
         }
     }
     weights
+}
+
+/// How far the steps from `first` to `last` may lie off the lines that span more than [`CONTEXT_STEP`], as the rows of
+/// workloads far apart do. A line between a and b that bends by κ is off by κ·(x − a)·(b − x) at x, which is at most
+/// half of the ends' difference where times lie between these. κ is the largest that a row shows against its neighbours.
+#[allow(clippy::cast_precision_loss)] // contexts are far below 2^53
+fn unseen(rows: &[Row], first: usize, last: usize) -> f64 {
+    let bends = rows.windows(3).filter_map(|window| match window {
+        [low, row, high] => {
+            let share = share(low.at, high.at, row.at);
+            let off = row.median - low.median * (1.0 - share) - high.median * share;
+            let reach = (row.at - low.at) as f64 * (high.at - row.at) as f64;
+            Some(off.abs() / reach)
+        }
+        _ => None,
+    });
+    let bend = bends.reduce(f64::max).unwrap_or(f64::INFINITY);
+    let gaps = rows.windows(2).filter_map(|pair| match pair {
+        [low, high] => {
+            let (from, to) = (first.max(low.at), last.min(high.at));
+            (high.at - low.at > CONTEXT_STEP && from <= to).then_some((low, high, from, to))
+        }
+        _ => None,
+    });
+    let off = gaps.map(|(low, high, from, to)| {
+        let width = (high.at - low.at) as f64;
+        let count = (to - from + 1) as f64;
+        // Shares s evenly spaced: the mean of s·(1 − s) by their mean and variance.
+        let mean = (share(low.at, high.at, from) + share(low.at, high.at, to)) / 2.0;
+        let variance = (count * count - 1.0) / (12.0 * width * width);
+        let parabolas = count * (mean - mean * mean - variance);
+        let most = 2.0 * (high.median - low.median).abs();
+        (bend * width * width).min(most) * parabolas.max(0.0)
+    });
+    off.sum()
 }
 
 /// The same with every context beyond the measured ones counted as the nearest measured.

@@ -294,6 +294,70 @@ fn a_prompt_between_measured_ones_and_a_batch_between_measured_ones_lie_on_lines
     assert!(message.contains("sequences 1 to 4, but 5"), "{message}");
 }
 
+/// Milliseconds a step and their error, of a model that is all base, by its steps at some contexts.
+fn per_token(
+    time: impl Fn(usize) -> f64,
+    contexts: &[usize],
+    prompt_tokens: usize,
+    steps: usize,
+) -> (f64, f64) {
+    let base = || Subject::Base { vocab_size: 100 };
+    let prefill = |tokens| Point::Prefill { tokens, sequences: 1 };
+    let mut rows = vec![(base(), prefill(1), 1.0, 0.0), (base(), prefill(8192), 1.0, 0.0)];
+    let decode = |context| Point::Decode {
+        context,
+        sequences: 1,
+    };
+    rows.extend(
+        contexts
+            .iter()
+            .map(|context| (base(), decode(*context), time(*context), 0.0)),
+    );
+    let workload = Workload {
+        prompt_tokens,
+        output_tokens: steps + 1,
+        concurrency: 1,
+    };
+    let mut bare = small();
+    bare.blocks.clear();
+    let costs = CostModel::new(&table(&rows), &workload, &bare, f32(), None).unwrap();
+    let prediction = costs.predict(&bare).unwrap();
+    (
+        prediction.figures.per_token_ms.unwrap(),
+        prediction.errors.per_token_ms.unwrap(),
+    )
+}
+
+#[test]
+#[allow(clippy::cast_precision_loss)]
+fn steps_between_the_contexts_of_two_workloads_are_in_doubt_by_what_the_line_may_miss() {
+    // Caches hold 2,048 tokens; beyond, a step takes longer with each.
+    let bent = |context: usize| 1.0 + context.saturating_sub(2048) as f64 / 1000.0;
+    let two_workloads = [128, 255, 4096, 4223];
+    for prompt in [300, 1024, 2048, 3900] {
+        let truth = (prompt..prompt + 100).map(bent).sum::<f64>() / 100.0;
+        let (found, error) = per_token(bent, &two_workloads, prompt, 100);
+        assert!(
+            (found - truth).abs() <= 2.0 * error,
+            "{prompt}: {found} ± {error}, but {truth}"
+        );
+    }
+    assert_eq!(
+        per_token(bent, &two_workloads, 130, 100),
+        (1.0, 0.0),
+        "as measured"
+    );
+    // What is straight has no doubt; two points alone do not show it, so half of their difference is in the middle.
+    let straight = |context: usize| context as f64;
+    assert!(per_token(straight, &two_workloads, 1024, 100).1 < 1e-6);
+    close(Some(per_token(straight, &[0, 4000], 2000, 1).1), 2000.0);
+    assert_eq!(
+        per_token(straight, &[1000, 2024], 1500, 100).1,
+        0.0,
+        "as a profile has them"
+    );
+}
+
 /// [`times`] with a floor of 20 ms under the first token and 6 under each step.
 fn floored() -> CostTable {
     let mut floored = times();
