@@ -35,7 +35,11 @@ impl Kept {
             .iter()
             .filter(|shape| lacks(&Subject::Block((*shape).clone())));
         let mut missing: Vec<BlockShape> = lacking.cloned().collect();
-        let whole = self.parent.is_some() && !lacks(&Subject::Base { vocab_size });
+        // A table that tells the host's part has to tell it at every point.
+        let hosted = self.rows.iter().any(|row| row.subject == Subject::HostFloor);
+        let whole = self.parent.is_some()
+            && !lacks(&Subject::Base { vocab_size })
+            && !(hosted && lacks(&Subject::HostFloor));
         if missing.is_empty() && !whole {
             missing.extend(shapes.first().cloned());
         }
@@ -99,6 +103,19 @@ mod tests {
         assert_eq!(kept.missing(&shapes, 100, &farther.concat()), shapes);
         // Another vocabulary is another base, and a parent that was not measured has to be.
         assert_eq!(kept.missing(&shapes, 101, &points), [attention(2)]);
+        // One that tells the host's part somewhere has to tell it at these points.
+        let floor = |point: Point| CostRow {
+            subject: Subject::HostFloor,
+            point,
+            ..kept.rows[0].clone()
+        };
+        let (here, elsewhere) = (floor(points[0]), floor(farther[1][0]));
+        kept.rows.push(elsewhere);
+        assert_eq!(kept.missing(&shapes, 100, &points), [attention(2)]);
+        kept.rows.push(here);
+        assert!(kept.missing(&shapes, 100, &points).is_empty());
+        kept.rows.pop();
+        kept.rows.pop();
         kept.parent = None;
         assert_eq!(kept.missing(&shapes, 100, &points), [attention(2)]);
     }

@@ -9,7 +9,7 @@
 //!
 //! Throughput: the built-in engine does just that, so `concurrency` · output / latency. An engine that batches
 //! continuously keeps b sequences running: each request takes a b-th of its decode steps at that batch, and its own
-//! prompt's prefill, which shares the steps of the others. So output / (decode(b) / b + prefill), one problem for each b
+//! prompt's prefill, which joins one of the others' steps. So output / (decode(b) / b + prefill), one problem for each b
 //! ([`CostModel::run_together`]), in which keys and values of b sequences at their longest have room, so that none is
 //! preempted.
 //!
@@ -18,20 +18,22 @@
 //!
 //! Every one of them is a sum over blocks and a base: [`CostModel::block_costs`] gives the summands, and the
 //! solver's coefficients and [`CostModel::predict`] both come from it, so that they cannot disagree. Where the table
-//! tells the host's floor apart, a step takes the longer of the device's sum and the floor: every
-//! combination of both is a sum, and a limit holds where all of them do (`cone`).
+//! tells the host's part apart, a step takes the longer of the device's sum and the host's (`host`): every combination of
+//! both is a sum, and a limit holds where all of them do (`cone`).
 //!
 //! Between measured loads and sizes times lie on straight lines (`sampled`), with an error for the line. Blocks of one
 //! shape share the same rows, so their errors add linearly; different shapes were timed apart, so theirs add in
 //! quadrature.
 
 mod cone;
+mod host;
 mod model;
 mod rows;
 mod sampled;
 mod shapes;
 #[cfg(test)]
 mod tests;
+mod timed;
 
 pub(crate) use cone::{Cone, Coordinate, Priced, Share};
 pub(crate) use model::Prices;

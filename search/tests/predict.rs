@@ -182,8 +182,9 @@ fn candidates(variants: &[Vec<Variant>]) -> Vec<Candidate> {
     all.into_iter().map(|variants| Candidate { variants }).collect()
 }
 
-/// Times at one prompt alone, four together, and decoding at 1, 2 and 4.
-fn continuous(times: &[f64], floor: Option<(f64, f64)>) -> CostTable {
+/// Times at one prompt alone, four together, and decoding at 1, 2 and 4; the host's floor, its time for each block, and
+/// what the device waits for, each for prompts and for decoding.
+fn continuous(times: &[f64], host: Option<Vec<(f64, f64)>>) -> CostTable {
     let subjects = [
         Subject::Base { vocab_size: 64 },
         Subject::Block(attention(2)),
@@ -208,19 +209,15 @@ fn continuous(times: &[f64], floor: Option<(f64, f64)>) -> CostTable {
             }
         }
     }
-    if let Some((prefill, decode)) = floor {
+    let parts = [Subject::HostFloor, Subject::HostBlock, Subject::HostAlone];
+    for (subject, (prefill, decode)) in parts.into_iter().zip(host.into_iter().flatten()) {
         for sequences in [1, 4] {
             let point = Point::Prefill { tokens: 8, sequences };
-            rows.push((Subject::HostFloor, point, prefill, 0.0));
+            rows.push((subject.clone(), point, prefill, 0.0));
         }
         for sequences in [1, 2, 4] {
             for context in [8, 9] {
-                rows.push((
-                    Subject::HostFloor,
-                    Point::Decode { context, sequences },
-                    decode,
-                    0.0,
-                ));
+                rows.push((subject.clone(), Point::Decode { context, sequences }, decode, 0.0));
             }
         }
     }
@@ -294,7 +291,10 @@ proptest! {
     fn throughput_and_latency_are_kept_at_the_least_score_of_all_candidates_and_batches(
         times in prop::collection::vec(0.2_f64..2.0, 5),
         losses in prop::collection::vec(0.1_f64..3.0, 12),
-        floor in prop::option::of((0.5_f64..30.0, 0.5_f64..4.0)),
+        floor in (0.5_f64..15.0, 0.5_f64..2.0),
+        block in (0.0_f64..6.0, 0.0_f64..1.0),
+        alone in (0.0_f64..4.0, 0.0_f64..0.5),
+        is_hosted in prop::bool::ANY,
         throughput in 0.6_f64..2.5,
         latency in 0.3_f64..1.1,
         memory in 0.3_f64..1.1,
@@ -302,7 +302,8 @@ proptest! {
         let parent = parent(2);
         let variants = Space { mlp_grid: Some(32), ..Space::default() }.all_variants(&parent).unwrap();
         let scores = scores(&variants, &losses);
-        let table = continuous(&times, floor);
+        let host = is_hosted.then(|| vec![floor, block, alone]);
+        let table = continuous(&times, host);
         let mut model = CostModel::new(&table, &WORKLOAD, &parent, f32(), None).unwrap();
         let whole = model.predict(&parent).unwrap().figures;
         // A hair looser than round, so that no sum lies exactly at a limit.

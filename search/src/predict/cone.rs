@@ -13,8 +13,9 @@
 
 use espalier_arch::{Architecture, BlockShape};
 
-use super::model::{CostModel, Costs, Timed, parameters};
+use super::model::{CostModel, Costs, parameters};
 use super::sampled::{Sampled, Source};
+use super::timed::Timed;
 use crate::{AbsoluteLimit, Metric, Result};
 
 /// What one block or the base adds to every sum.
@@ -37,7 +38,8 @@ enum Side {
 enum Part {
     First(Side),
     Decode(Side),
-    Turnover(Side),
+    Steady(Side),
+    Joined(Side),
     /// What has no error.
     Counted(Metric),
 }
@@ -51,13 +53,27 @@ impl Part {
         match self {
             Self::First(side) => Some(&of(side).first),
             Self::Decode(side) => Some(&of(side).decode),
-            Self::Turnover(side) => Some(&of(side).turnover),
+            Self::Steady(side) => Some(&of(side).steady),
+            Self::Joined(side) => Some(&of(side).joined),
             Self::Counted(_) => None,
+        }
+    }
+
+    /// Parts that share errors of one source, as in [`CostModel::predict`], have the same place.
+    fn place(self) -> usize {
+        match self {
+            Self::First(_) => 0,
+            Self::Decode(_) => 1,
+            Self::Steady(_) | Self::Joined(_) => 2,
+            Self::Counted(_) => 3,
         }
     }
 }
 
-/// Where an error stands in the vector: which of the cone's parts, and where it comes from.
+/// A part, once it is known whose time it is.
+type OfSide = fn(Side) -> Part;
+
+/// Where an error stands in the vector: in which of the cone's parts, and where it comes from.
 pub(crate) type Coordinate = (usize, Source);
 
 /// What one block or the base adds to a cone.
@@ -66,6 +82,15 @@ pub(crate) struct Share {
     pub(crate) value: f64,
     /// Each coordinate at most once.
     pub(crate) errors: Vec<(Coordinate, f64)>,
+}
+
+impl Share {
+    fn add_error(&mut self, coordinate: Coordinate, error: f64) {
+        match self.errors.iter_mut().find(|(known, _)| *known == coordinate) {
+            Some((_, sum)) => *sum += error,
+            None => self.errors.push((coordinate, error)),
+        }
+    }
 }
 
 /// One combination of parts that a limit has to hold for.
@@ -83,17 +108,16 @@ impl Cone {
     /// What `priced` adds. Errors are left out where the cone does not ask for them.
     pub(crate) fn share(&self, priced: &Priced) -> Share {
         let mut share = Share::default();
-        for (place, (part, factor)) in self.parts.iter().enumerate() {
+        for (part, factor) in &self.parts {
             match part {
                 Part::Counted(metric) => share.value += priced.costs.get(*metric) * factor,
                 part => {
                     let Some(time) = part.of(priced) else { continue };
                     share.value += time.value * factor;
                     if self.deviations > 0.0 {
-                        let errors = time.errors.iter().filter(|(_, error)| *error > 0.0);
-                        share
-                            .errors
-                            .extend(errors.map(|(source, error)| ((place, *source), error * factor)));
+                        for (source, error) in time.errors.iter().filter(|(_, error)| *error > 0.0) {
+                            share.add_error((part.place(), *source), error * factor);
+                        }
                     }
                 }
             }
@@ -120,24 +144,29 @@ impl CostModel {
         Ok(Priced {
             costs,
             device,
-            host: Timed::default(),
+            host: self.host().map_or_else(Timed::default, |host| host.block.clone()),
         })
     }
 
-    /// What everything that is no block adds; the host's floor is its own time.
+    /// What everything that is no block adds: of the host its floor, and of the device what it waits for.
     ///
     /// # Errors
     /// As [`CostModel::base_costs`].
     pub(crate) fn base_price(&self, architecture: &Architecture) -> Result<Priced> {
-        let device = self.base_times(architecture)?;
+        let mut device = self.base_times(architecture)?;
         let costs = Costs {
             memory_bytes: self.base_bytes(architecture)?,
             ..self.costs(&device)
         };
+        let mut floor = Timed::default();
+        if let Some(host) = self.host() {
+            device.add(&host.alone, 1.0);
+            floor.clone_from(&host.floor);
+        }
         Ok(Priced {
             costs,
             device,
-            host: self.host().clone(),
+            host: floor,
         })
     }
 
@@ -150,33 +179,28 @@ impl CostModel {
             deviations,
             bound,
         };
-        let host = self.host();
-        let sides = |part: fn(Side) -> Part, floor: &Sampled| {
-            let mut sides = vec![part(Side::Device)];
-            if floor.value > 0.0 {
-                sides.push(part(Side::Host));
-            }
-            sides
+        let sides = if self.host().is_some() {
+            &[Side::Device, Side::Host][..]
+        } else {
+            &[Side::Device]
         };
-        let first = || (sides(Part::First, &host.first), 1.0);
-        let decode = |factor| (sides(Part::Decode, &host.decode), factor);
-        let timed = match limit.metric {
+        let timed: Vec<(OfSide, f64)> = match limit.metric {
             Metric::Memory | Metric::BlockParameters => {
                 return vec![with(vec![(Part::Counted(limit.metric), 1.0)])];
             }
-            Metric::FirstToken => vec![first()],
-            Metric::PerToken => vec![decode(1.0 / self.steps())],
+            Metric::FirstToken => vec![(Part::First, 1.0)],
+            Metric::PerToken => vec![(Part::Decode, 1.0 / self.steps())],
             Metric::Throughput if self.batches_continuously() => {
-                vec![(sides(Part::Turnover, &host.turnover), 1.0)]
+                vec![(Part::Steady, 1.0), (Part::Joined, 1.0)]
             }
-            Metric::Latency | Metric::Throughput => vec![first(), decode(1.0)],
+            Metric::Latency | Metric::Throughput => vec![(Part::First, 1.0), (Part::Decode, 1.0)],
         };
         let mut combinations = vec![Vec::new()];
-        for (sides, factor) in timed {
+        for (part, factor) in timed {
             let longer = combinations.iter().flat_map(|begun: &Vec<(Part, f64)>| {
                 sides
                     .iter()
-                    .map(move |part| [&begun[..], &[(*part, factor)]].concat())
+                    .map(move |side| [&begun[..], &[(part(*side), factor)]].concat())
             });
             combinations = longer.collect();
         }

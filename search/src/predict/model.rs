@@ -6,16 +6,18 @@ use espalier_arch::{Architecture, BlockShape};
 use serde::{Deserialize, Serialize};
 
 use super::cone::Priced;
+use super::host::Host;
 use super::rows::Load;
 use super::sampled::Sampled;
 use super::shapes::Times;
+use super::timed::{Joining, Timed, both, slower};
 use super::{check, decode_steps};
 use crate::{
     AbsoluteLimit, CostTable, Error, Figures, MemoryModel, Metric, Result, Subject, Whole, Workload,
 };
 
 /// What one block, or the base, adds to each additive metric; times are the device's own where the table tells the
-/// host's floor apart.
+/// host's part apart.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Costs {
     /// Milliseconds from the request to its last token.
@@ -76,7 +78,7 @@ pub struct Prediction {
     pub figures: Figures,
     /// Standard error of each; memory and parameters have none.
     pub errors: Figures,
-    /// The device's times alone, where the table tells the host's floor apart.
+    /// The device's times alone, where the table tells the host's part apart.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<Figures>,
 }
@@ -84,7 +86,7 @@ pub struct Prediction {
 /// Prices any candidate of one parent under one workload.
 #[derive(Debug)]
 pub struct CostModel {
-    times: Times,
+    pub(super) times: Times,
     workload: Workload,
     /// Sequences that run together: the workload's concurrency, or fewer where an engine batches continuously.
     running: usize,
@@ -95,26 +97,7 @@ pub struct CostModel {
     memory: MemoryModel,
     other_memory_bytes: f64,
     corrections: Corrections,
-    floor: Timed,
-}
-
-/// The times of one subject, or sums of them.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Timed {
-    /// Prefill of every prompt.
-    pub(super) first: Sampled,
-    /// All decode steps.
-    pub(super) decode: Sampled,
-    /// See [`Costs::turnover_ms`].
-    pub(super) turnover: Sampled,
-}
-
-impl Timed {
-    fn add(&mut self, other: &Self, factor: f64) {
-        self.first.add(&other.first, factor);
-        self.decode.add(&other.decode, factor);
-        self.turnover.add(&other.turnover, factor);
-    }
+    host: Option<Host>,
 }
 
 /// The costs of shapes, each worked out once: a parent has a few shapes in many blocks.
@@ -178,7 +161,7 @@ impl CostModel {
             memory: memory.paged(table.memory.as_ref()),
             other_memory_bytes: 0.0,
             corrections: Corrections::default(),
-            floor: Timed::default(),
+            host: None,
         };
         model.other_memory_bytes = match (measured, &table.memory) {
             (Some(whole), _) => {
@@ -188,7 +171,7 @@ impl CostModel {
             (None, Some(engine)) => bytes(engine.overhead_bytes),
             (None, None) => 0.0,
         };
-        model.floor = model.floor()?;
+        model.host = model.told_host()?;
         Ok(model)
     }
 
@@ -198,7 +181,7 @@ impl CostModel {
     /// As [`CostModel::new`].
     pub fn corrected(mut self, corrections: Corrections) -> Result<Self> {
         self.corrections = corrections;
-        self.floor = self.floor()?;
+        self.host = self.told_host()?;
         Ok(self)
     }
 
@@ -206,10 +189,10 @@ impl CostModel {
     /// their steps. Latencies stay those of the workload.
     ///
     /// # Errors
-    /// When the table tells the host's floor apart, and not at that batch.
+    /// When the table tells the host's part apart, and not at that batch.
     pub fn run_together(&mut self, running: usize) -> Result<()> {
         self.running = running.max(1);
-        self.floor = self.floor()?;
+        self.host = self.told_host()?;
         Ok(())
     }
 
@@ -224,7 +207,7 @@ impl CostModel {
     /// As [`CostModel::new`].
     pub fn extrapolating(mut self) -> Result<Self> {
         self.times.extrapolating();
-        self.floor = self.floor()?;
+        self.host = self.told_host()?;
         Ok(self)
     }
 
@@ -286,7 +269,7 @@ impl CostModel {
             memory += self.block_bytes(shape)? * count;
             block_parameters += parameters(shape, self.hidden) * count;
         }
-        Ok(self.prediction(&times, memory, block_parameters))
+        Ok(self.prediction(&times, architecture.blocks.len(), memory, block_parameters))
     }
 
     /// The limit as a bound on the sum over blocks and base.
@@ -303,9 +286,9 @@ impl CostModel {
         }
     }
 
-    /// The host's floor; nothing where the table does not tell it apart.
-    pub(super) fn host(&self) -> &Timed {
-        &self.floor
+    /// The host's part; none where the table does not tell it apart.
+    pub(super) fn host(&self) -> Option<&Host> {
+        self.host.as_ref()
     }
 
     /// Output tokens of the whole workload.
@@ -324,32 +307,38 @@ impl CostModel {
             latency_ms: times.first.value + times.decode.value,
             first_token_ms: times.first.value,
             per_token_ms: times.decode.value / self.steps(),
-            turnover_ms: times.turnover.value,
+            turnover_ms: times.steady.value + times.joined.value,
             ..Costs::default()
         }
     }
 
-    fn prediction(&self, times: &Timed, memory_bytes: f64, block_parameters: f64) -> Prediction {
-        let higher = |device: &Sampled, floor: &Sampled| {
-            let slower = if device.value >= floor.value {
-                device
-            } else {
-                floor
-            };
-            (slower.value, slower.error())
-        };
-        let first = higher(&times.first, &self.floor.first);
-        let decode = higher(&times.decode, &self.floor.decode);
+    fn prediction(
+        &self,
+        times: &Timed,
+        blocks: usize,
+        memory_bytes: f64,
+        block_parameters: f64,
+    ) -> Prediction {
+        let own = |times: &Sampled| (times.value, times.error());
+        let mut waiting = times.clone();
+        let mut host = Timed::default();
+        if let Some(told) = &self.host {
+            waiting.add(&told.alone, 1.0);
+            host = told.of(blocks);
+        }
+        let first = own(slower(&waiting.first, &host.first));
+        let decode = own(slower(&waiting.decode, &host.decode));
         let turnover = if self.batches_continuously {
-            higher(&times.turnover, &self.floor.turnover)
+            own(&both(
+                slower(&waiting.steady, &host.steady),
+                slower(&waiting.joined, &host.joined),
+            ))
         } else {
             (first.0 + decode.0, first.1.hypot(decode.1))
         };
-        let own = |times: &Sampled| (times.value, times.error());
-        let has_floor = self.floor.first.value > 0.0 || self.floor.decode.value > 0.0;
-        let device = has_floor.then(|| {
-            let (first, decode, turnover) = (own(&times.first), own(&times.decode), own(&times.turnover));
-            self.figures(first, decode, turnover).0
+        let device = self.host.as_ref().map(|_| {
+            let turnover = own(&both(&times.steady, &times.joined));
+            self.figures(own(&times.first), own(&times.decode), turnover).0
         });
         let (figures, errors) = self.figures(first, decode, turnover);
         Prediction {
@@ -389,35 +378,31 @@ impl CostModel {
     }
 
     pub(super) fn block_times(&self, shape: &BlockShape) -> Result<Timed> {
-        self.timed(|load| self.times.block(shape, load).map(Some))
+        self.timed(|load| self.times.block(shape, load).map(Some), Joining::Adds)
     }
 
     pub(super) fn base_times(&self, architecture: &Architecture) -> Result<Timed> {
         let base = Subject::Base {
             vocab_size: architecture.vocab_size,
         };
-        self.timed(|load| {
-            let found = self.times.subject(&base, load)?;
-            found.map(Some).ok_or_else(|| Error::MissingRow {
-                subject: base.to_string(),
-                point: load.point(),
-            })
+        self.timed(|load| self.needed(&base, load), Joining::Adds)
+    }
+
+    /// The time of a subject that the table has to have.
+    pub(super) fn needed(&self, subject: &Subject, load: Load) -> Result<Option<Sampled>> {
+        let found = self.times.subject(subject, load)?;
+        found.map(Some).ok_or_else(|| Error::MissingRow {
+            subject: subject.to_string(),
+            point: load.point(),
         })
     }
 
-    /// The host's floor; nothing at loads where the table does not tell it apart.
-    fn floor(&self) -> Result<Timed> {
-        let time = |load| self.times.subject(&Subject::HostFloor, load);
-        let mut floor = self.timed(time)?;
-        // Prefill shares the steps of those that decode, and the host works for each step once.
-        if self.batches_continuously {
-            floor.turnover = self.shared(&self.decode_at(self.running, &time)?);
-        }
-        Ok(floor)
-    }
-
     /// Every time that a subject needs, by `time` under each load; none counts as nothing.
-    fn timed(&self, time: impl Fn(Load) -> Result<Option<Sampled>>) -> Result<Timed> {
+    pub(super) fn timed(
+        &self,
+        time: impl Fn(Load) -> Result<Option<Sampled>>,
+        joining: Joining,
+    ) -> Result<Timed> {
         let prefill = |sequences| Load::Prefill {
             tokens: self.workload.prompt_tokens,
             sequences,
@@ -426,27 +411,36 @@ impl CostModel {
         let first = time(prefill(concurrency))?.unwrap_or_default();
         let first = first.times(self.corrections.first_token);
         let decode = self.decode_at(concurrency, &time)?;
-        let mut turnover;
-        if self.batches_continuously {
-            turnover = self.shared(&self.decode_at(self.running, &time)?);
-            match time(prefill(1)) {
-                Ok(Some(alone)) => {
-                    turnover.add(&alone, self.corrections.first_token * self.requests());
-                }
-                // Without a prompt by itself, its share of the prompts together.
-                Ok(None) | Err(Error::MissingRow { .. } | Error::Extrapolation { .. }) => {
-                    turnover.add(&first, 1.0)
-                }
-                Err(error) => return Err(error),
-            }
-        } else {
-            turnover = first.clone();
-            turnover.add(&decode, 1.0);
+        if !self.batches_continuously {
+            let steady = both(&first, &decode);
+            return Ok(Timed {
+                first,
+                decode,
+                steady,
+                joined: Sampled::default(),
+            });
+        }
+        let running = self.decode_at(self.running, &time)?;
+        let mut joined = match time(prefill(1)) {
+            Ok(Some(alone)) => alone.times(self.corrections.first_token * self.requests()),
+            // Without a prompt by itself, its share of the prompts together.
+            Ok(None) | Err(Error::MissingRow { .. } | Error::Extrapolation { .. }) => first.clone(),
+            Err(error) => return Err(error),
+        };
+        if joining == Joining::IsHidden {
+            joined = Sampled::default();
+        }
+        // Each request's prompt joins one of the steps that it shares.
+        let shared = self.shared();
+        let of_joined = shared.min(self.requests() / self.steps());
+        if joining != Joining::Replaces {
+            joined.add(&running, of_joined);
         }
         Ok(Timed {
             first,
             decode,
-            turnover,
+            steady: running.times(shared - of_joined),
+            joined,
         })
     }
 
@@ -468,10 +462,10 @@ impl CostModel {
         Ok(decode.times(self.corrections.decode))
     }
 
-    /// What all requests need of the steps that `running` of them share.
+    /// How often all steps of a request are taken until all requests are through, `running` of them sharing each.
     #[allow(clippy::cast_precision_loss)] // far below 2^53
-    fn shared(&self, decode: &Sampled) -> Sampled {
-        decode.times(self.requests() / self.running as f64)
+    fn shared(&self) -> f64 {
+        self.requests() / self.running as f64
     }
 
     #[allow(clippy::cast_precision_loss)] // far below 2^53

@@ -86,6 +86,11 @@ impl Times {
         measured.at(load, self.extrapolate).map(Some).map_err(outside)
     }
 
+    /// Whether there is anything of a subject.
+    pub(super) fn knows(&self, subject: &Subject) -> bool {
+        self.by_name.contains_key(&key(subject))
+    }
+
     fn measured(&self, name: &str) -> Option<&Measured> {
         self.subjects.get(*self.by_name.get(name)?)
     }

@@ -358,40 +358,28 @@ fn steps_between_the_contexts_of_two_workloads_are_in_doubt_by_what_the_line_may
     );
 }
 
-/// [`times`] with a floor of 20 ms under the first token and 6 under each step.
+/// [`times`] with what the host needs beside them: under the first token, and under each step.
+fn hosted(parts: &[(Subject, f64, f64)]) -> CostTable {
+    let mut hosted = times();
+    for (subject, prefill, decode) in parts {
+        let prompts = Point::Prefill {
+            tokens: 10,
+            sequences: 2,
+        };
+        let steps = [10, 13].map(|context| Point::Decode {
+            context,
+            sequences: 2,
+        });
+        let rows = [(prompts, *prefill), (steps[0], *decode), (steps[1], *decode)];
+        let rows = rows.map(|(point, time)| (subject.clone(), point, time, 0.0));
+        hosted.rows.extend(table(&rows).rows);
+    }
+    hosted
+}
+
+/// As older files have it, with one floor for models of any depth.
 fn floored() -> CostTable {
-    let mut floored = times();
-    let floor = table(&[
-        (
-            Subject::HostFloor,
-            Point::Prefill {
-                tokens: 10,
-                sequences: 2,
-            },
-            20.0,
-            0.0,
-        ),
-        (
-            Subject::HostFloor,
-            Point::Decode {
-                context: 10,
-                sequences: 2,
-            },
-            6.0,
-            0.0,
-        ),
-        (
-            Subject::HostFloor,
-            Point::Decode {
-                context: 13,
-                sequences: 2,
-            },
-            6.0,
-            0.0,
-        ),
-    ]);
-    floored.rows.extend(floor.rows);
-    floored
+    hosted(&[(Subject::HostFloor, 20.0, 6.0)])
 }
 
 #[test]
@@ -415,6 +403,51 @@ fn a_step_takes_the_longer_of_the_devices_sum_and_the_hosts_floor() {
     }
     assert_eq!(combinations.len(), 4);
     assert!(model(None).predict(&small()).unwrap().device.is_none());
+}
+
+#[test]
+fn the_hosts_side_grows_with_blocks_and_the_device_waits_for_what_it_cannot_hide() {
+    let table = hosted(&[
+        (Subject::HostFloor, 15.0, 3.0),
+        (Subject::HostBlock, 1.0, 0.5),
+        (Subject::HostAlone, 3.0, 0.1),
+    ]);
+    let costs = CostModel::new(&table, &WORKLOAD, &small(), f32(), None).unwrap();
+    let prediction = costs.predict(&small()).unwrap();
+    // Six blocks: the device's 19 ms and 3 of waiting against 15 + 6, and 20.6 + 0.4 against 4 · (3 + 3).
+    close(prediction.figures.first_token_ms, 22.0);
+    close(prediction.figures.latency_ms, 22.0 + 24.0);
+    close(prediction.device.unwrap().first_token_ms, 19.0);
+    let mut shorter = small();
+    shorter.blocks.pop();
+    let shorter = costs.predict(&shorter).unwrap().figures;
+    close(shorter.per_token_ms, 3.0 + 2.5);
+}
+
+#[test]
+fn a_table_that_tells_the_hosts_part_somewhere_has_to_tell_it_at_every_load() {
+    let mut mixed = floored();
+    mixed
+        .rows
+        .retain(|row| row.subject != Subject::HostFloor || matches!(row.point, Point::Decode { .. }));
+    let error = CostModel::new(&mixed, &WORKLOAD, &small(), f32(), None).unwrap_err();
+    assert!(error.to_string().contains("the host's floor"), "{error}");
+}
+
+#[test]
+fn a_prompt_joins_a_step_that_the_host_works_for_once() {
+    let mut continuous = floored();
+    continuous.key.engine = "vllm".to_owned();
+    let costs = CostModel::new(&continuous, &WORKLOAD, &small(), f32(), None).unwrap();
+    let figures = costs.predict(&small()).unwrap().figures;
+    // Of four shared steps two only decode: the device takes 10.3 ms for them, the host 12. The others have the prompts
+    // too: 10.3 + 19 ms, and 20 of the host.
+    close(
+        figures.throughput_tokens_per_second,
+        10_000.0 / (12.0 + 10.3 + 19.0),
+    );
+    let limit = crate::AbsoluteLimit::new(Metric::Throughput, 100.0);
+    assert_eq!(costs.cones(&limit).len(), 4);
 }
 
 #[test]
