@@ -3,7 +3,7 @@ SHELL := /bin/bash
 CARGO ?= cargo
 CARGO_DENY := 0.20.2
 
-.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-estimate check-plan check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation check-kill check-chaos check-lost-coordinator check-gang check-kernels check-gpu-ops check-gpu-train check-gpu-forward check-gpu-gang check-gpu-job check-serving check-vllm check-vllm-gpu
+.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-estimate check-plan check-shapes check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation check-kill check-chaos check-lost-coordinator check-gang check-kernels check-gpu-ops check-gpu-train check-gpu-forward check-gpu-gang check-gpu-job check-serving check-vllm check-vllm-gpu
 
 build:
 	$(CARGO) build --release --locked --bin espalier
@@ -39,6 +39,9 @@ check-estimate:
 
 check-plan:
 	tests/checks/plan.sh
+
+check-shapes:
+	tests/checks/shapes.sh
 
 check-cpu-speed:
 	bench/cpu-speed.sh

@@ -8,6 +8,7 @@ pub(crate) mod keep;
 pub(crate) mod logs;
 pub(crate) mod plan;
 pub(crate) mod profile;
+mod shapes;
 pub(crate) mod task;
 
 use std::io::IsTerminal;

@@ -17,6 +17,7 @@ mod memory;
 pub mod plan;
 mod predict;
 mod score;
+pub mod shapes;
 pub mod solver;
 mod space;
 pub mod uniform;

@@ -11,7 +11,8 @@ use super::values::{limits, workload};
 
 #[derive(Debug, Args)]
 pub(crate) struct Plan {
-    /// The outcome directory or report.json of a finished job, or the id of one on a coordinator, finished or not.
+    /// The outcome directory or report.json of a finished job, or the id of one on a coordinator, finished or not. With
+    /// --shapes and --table a model's config.json or its directory will do.
     pub source: String,
     /// Other limits than the job's, as `latency=75%,memory=3GiB`; `latency=750ms at 90%` asks for a confidence. Given more
     /// than once, each is a plan of its own.
@@ -33,6 +34,10 @@ pub(crate) struct Plan {
     /// Write the fronts as a page too.
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
+    /// Instead of plans: how far apart the latencies of models with equally many parameters lie, and the parameters of
+    /// models with equal latency, each keeping at least half of the blocks of each kind.
+    #[arg(long, conflicts_with_all = ["limits", "front", "html"])]
+    pub shapes: bool,
     #[command(flatten)]
     pub remote: Remote,
 }

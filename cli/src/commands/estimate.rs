@@ -22,7 +22,8 @@ pub(crate) fn run(asked: &Estimate) -> anyhow::Result<()> {
     output::estimate(&found).print_one(asked.how)
 }
 
-fn read(path: &Path) -> anyhow::Result<Architecture> {
+/// The model of a config.json, or of the directory that it lies in.
+pub(super) fn read(path: &Path) -> anyhow::Result<Architecture> {
     let file = if path.is_dir() {
         path.join("config.json")
     } else {

@@ -10,7 +10,7 @@ use espalier_search::plan::{Answer, Known, Target, answer};
 use espalier_search::solver::Options;
 use espalier_search::{CostTable, Limits, MemoryModel, Whole, Workload};
 
-use super::connect;
+use super::{connect, shapes};
 use crate::args::Plan;
 use crate::{failure, output};
 
@@ -18,6 +18,9 @@ use crate::{failure, output};
 pub(crate) type Named = (String, Result<Answer, String>);
 
 pub(crate) async fn run(asked: &Plan) -> anyhow::Result<()> {
+    if asked.shapes {
+        return shapes::run(asked).await;
+    }
     let findings = find(asked).await?;
     let tables = tables(asked, &findings)?;
     let answers = answers(asked, &findings, &tables);
@@ -39,7 +42,7 @@ pub(crate) async fn run(asked: &Plan) -> anyhow::Result<()> {
     }
 }
 
-async fn find(asked: &Plan) -> anyhow::Result<Findings> {
+pub(super) async fn find(asked: &Plan) -> anyhow::Result<Findings> {
     let path = Path::new(&asked.source);
     let file = if path.is_dir() {
         path.join("report.json")
@@ -65,7 +68,7 @@ async fn find(asked: &Plan) -> anyhow::Result<Findings> {
 }
 
 /// The tables to answer by, each with its name.
-fn tables(asked: &Plan, findings: &Findings) -> anyhow::Result<Vec<(String, KeptTable)>> {
+pub(super) fn tables(asked: &Plan, findings: &Findings) -> anyhow::Result<Vec<(String, KeptTable)>> {
     if asked.table.is_empty() {
         let own = findings.cost_table.clone().ok_or_else(|| {
             failure::usage(format!(
@@ -76,6 +79,11 @@ fn tables(asked: &Plan, findings: &Findings) -> anyhow::Result<Vec<(String, Kept
         })?;
         return Ok(vec![("own".to_owned(), KeptTable::from(own))]);
     }
+    given(asked)
+}
+
+/// The tables that were named on the command line.
+pub(super) fn given(asked: &Plan) -> anyhow::Result<Vec<(String, KeptTable)>> {
     let read = asked.table.iter().map(|file| {
         let table = KeptTable::read(file).map_err(failure::usage)?;
         let name = file.file_stem().unwrap_or(file.as_os_str());

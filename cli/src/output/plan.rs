@@ -100,7 +100,7 @@ fn unit(metric: Metric) -> &'static str {
     }
 }
 
-fn with_error(metric: Metric, value: f64, error: f64) -> String {
+pub(super) fn with_error(metric: Metric, value: f64, error: f64) -> String {
     if error > 0.0 && value > 0.0 {
         format!("{} ± {:.1}%", metric.display(value), 100.0 * error / value)
     } else {
