@@ -150,12 +150,17 @@ pub struct CostTable {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EngineMemory {
-    /// Peak bytes of an engine that serves the smallest model, its weights, keys and values taken away.
+    /// Bytes that running took on top of weights, keys and values, at the peak of the profiled parent under the profile's
+    /// workload: its activations. Another model or workload of the same table takes another amount; where it is used for
+    /// one, it is the nearest thing known.
     pub overhead_bytes: u64,
     /// Tokens of one page of keys and values; 1 where nothing is rounded.
     pub block_tokens: usize,
     /// Pages that the engine keeps back for itself.
     pub spare_blocks: usize,
+    /// Steps that may be under way at a time, whose tokens are all held: an engine may prepare the next one meanwhile.
+    #[serde(default = "one")]
+    pub steps_under_way: usize,
 }
 
 impl fmt::Display for Subject {

@@ -11,7 +11,7 @@
 use espalier_arch::{Activation, Architecture, BlockShape, ComponentWeights, Precision, Storage};
 use serde::{Deserialize, Serialize};
 
-use crate::memory::MemoryModel;
+use crate::memory::{MemoryModel, Windows};
 use crate::{Result, Workload};
 
 /// What is assumed of the engine and the load.
@@ -97,6 +97,7 @@ pub fn estimate(architecture: &Architecture, assumptions: &Assumptions) -> Resul
         storage: assumptions.storage,
         block_tokens: assumptions.block_tokens,
         spare_blocks: assumptions.spare_blocks,
+        windows: Windows::Tokens(assumptions.step_tokens),
     };
     let parameters = architecture.parameters();
     let weights = share.stored(&assumptions.storage);
@@ -124,7 +125,7 @@ pub fn estimate(architecture: &Architecture, assumptions: &Assumptions) -> Resul
         weights,
         weight_bytes,
         kv_bytes_per_token: total(caches.iter().map(|cache| cache.bytes_per_token)),
-        kv_blocks: memory.pages(workload),
+        kv_blocks: pages(&share, &memory, workload),
         caches,
         kv_bytes,
         state_bytes_per_sequence,
@@ -134,6 +135,15 @@ pub fn estimate(architecture: &Architecture, assumptions: &Assumptions) -> Resul
         total_bytes,
         all_ranks_bytes: total_bytes.saturating_mul(assumptions.ranks as u64),
     })
+}
+
+/// Pages of all blocks of attention, which lie beside each other; of windows of several widths those of the widest.
+fn pages(share: &Architecture, memory: &MemoryModel, workload: &Workload) -> u64 {
+    let each = share.blocks.iter().filter_map(|block| match &block.shape {
+        BlockShape::Attention(attention) => Some(memory.pages(attention.sliding_window, workload)),
+        _ => None,
+    });
+    each.max().unwrap_or(0)
 }
 
 fn caches(share: &Architecture, memory: &MemoryModel, workload: &Workload) -> Vec<BlockCache> {

@@ -28,7 +28,7 @@ pub use error::{Error, Result};
 pub use kept::{Kept, merged};
 pub use limit::{AbsoluteLimit, Bound, Figures, Limit, Limits, Metric};
 pub use measurement::{Measurement, Summary, Whole};
-pub use memory::MemoryModel;
+pub use memory::{MemoryModel, Windows, sequence_pages, step_tokens};
 pub use predict::{Corrections, CostModel, Costs, Prediction, parameters, points, running_points};
 pub use score::Score;
 pub use space::Space;

@@ -38,7 +38,8 @@ pub(crate) struct Estimate {
     /// Tensor-parallel ranks. Key/value heads that are fewer are held several times.
     #[arg(long, default_value_t = 1, value_name = "RANKS")]
     pub tensor_parallel: usize,
-    /// Tokens that one step computes at the most (vLLM's max_num_batched_tokens), for the peak of activations.
+    /// Tokens that one step computes at the most (vLLM's max_num_batched_tokens), for the peak of activations and what is
+    /// kept beside a sliding window.
     #[arg(long, default_value_t = 2048, value_name = "TOKENS")]
     pub step_tokens: usize,
     /// What the engine itself takes on each rank, as measured; a config does not say.

@@ -173,6 +173,7 @@ impl InVllm<'_> {
             block_tokens: self.helper.hello.block_tokens.multiple,
             spare_blocks: models::SPARE_BLOCKS,
         })
+            steps_under_way: self.helper.hello.steps_under_way(),
     }
 
     /// Closes what was opened and keeps the helper for the next task. One that cannot close it is ended: what was
@@ -238,12 +239,12 @@ impl InVllm<'_> {
             weight_bytes = opened.weight_bytes,
             "vLLM has opened a model"
         );
-        if opened.kv_blocks < load.blocks(block_tokens) {
+        let blocks = load.blocks(architecture, block_tokens);
+        if opened.kv_blocks < blocks {
             return Err(Error::Refused {
                 reason: format!(
-                    "it made {} blocks of keys and values of the space for {}",
-                    opened.kv_blocks,
-                    load.blocks(block_tokens)
+                    "it made {} blocks of keys and values of the space for {blocks}",
+                    opened.kv_blocks
                 ),
             }
             .into());
@@ -368,6 +369,7 @@ impl Engine for InVllm<'_> {
             workload: *workload,
             memory_bytes: 0,
             other_bytes: 0,
+            steps: self.helper.hello.steps_under_way(),
         })?;
         self.open.push(whole);
         Ok(Opened::place(self.open.len() - 1))

@@ -3,12 +3,11 @@
 
 use espalier_arch::{Architecture, BlockShape, Precision};
 use espalier_model::export::flat;
+use espalier_search::{sequence_pages, step_tokens};
 use serde_json::{Value, json};
 
 use super::Error;
 
-/// Tokens that one step computes at the least.
-const LEAST_TOKENS: usize = 256;
 /// Tokens that one step may compute: a workload's prompts are computed in one, as the cost model has it.
 pub(super) const MOST_TOKENS: usize = 1 << 15;
 
@@ -70,6 +69,8 @@ pub(super) struct Load {
     pub sequences: usize,
     /// Of one prompt.
     pub prompt: usize,
+    /// Steps at a time, as [`steps_under_way`](super::protocol::Hello::steps_under_way) says.
+    pub steps: usize,
 }
 
 impl Load {
@@ -87,13 +88,21 @@ impl Load {
                 ),
             });
         }
-        // Prompts that come one after another leave room for what runs already.
-        Ok(tokens.max(LEAST_TOKENS).max(self.sequences.saturating_add(1)))
+        Ok(step_tokens(self.prompt, self.sequences))
     }
 
-    /// Blocks of keys and values that its sequences fill, and what vLLM keeps back.
-    pub fn blocks(self, block_tokens: usize) -> u64 {
-        let each = self.context.div_ceil(block_tokens.max(1));
+    /// Blocks of keys and values that its sequences fill in such a model, and what vLLM keeps back. Where windows differ,
+    /// which nothing that is planned has, as many as the widest needs.
+    pub fn blocks(self, architecture: &Architecture, block_tokens: usize) -> u64 {
+        let under_way = step_tokens(self.prompt, self.sequences).saturating_mul(self.steps);
+        let each = architecture.blocks.iter().filter_map(|block| match &block.shape {
+            BlockShape::Attention(attention) => {
+                let window = attention.sliding_window;
+                Some(sequence_pages(self.context, window, under_way, block_tokens))
+            }
+            _ => None,
+        });
+        let each = each.max().unwrap_or(0);
         each.saturating_mul(self.sequences).saturating_add(SPARE_BLOCKS) as u64
     }
 
@@ -104,7 +113,7 @@ impl Load {
             _ => 0,
         });
         let of_token = widths.sum::<u64>().saturating_mul(2 * precision.bytes());
-        self.blocks(block_tokens)
+        self.blocks(architecture, block_tokens)
             .saturating_mul(block_tokens as u64)
             .saturating_mul(of_token)
     }
@@ -113,7 +122,37 @@ impl Load {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use espalier_arch::{Attention, Block, Family, Storage, WeightFormat};
+    use espalier_search::{EngineMemory, MemoryModel, Workload};
+
     use super::*;
+
+    /// One block of attention, which looks back as far as `window`.
+    fn model(window: Option<usize>) -> Architecture {
+        let attention = Attention {
+            kv_groups: 2,
+            queries_per_group: 2,
+            head_dim: 32,
+            qkv_bias: false,
+            output_bias: false,
+            qk_norm: false,
+            rope: None,
+            sliding_window: window,
+        };
+        Architecture {
+            family: Family::Llama,
+            vocab_size: 100,
+            hidden: 128,
+            layers: 1,
+            blocks: vec![Block {
+                layer: 0,
+                shape: BlockShape::Attention(attention),
+            }],
+            tied_embedding: true,
+            norm_epsilon: 1e-5,
+            max_positions: 8192,
+        }
+    }
 
     #[test]
     fn keys_and_values_are_counted_by_whole_blocks_and_the_null_block() {
@@ -121,9 +160,10 @@ mod tests {
             context: 65,
             sequences: 3,
             prompt: 33,
+            steps: 1,
         };
-        assert_eq!(load.blocks(32), 3 * 3 + 1);
-        assert_eq!(load.max_tokens(), Ok(LEAST_TOKENS));
+        assert_eq!(load.blocks(&model(None), 32), 3 * 3 + 1);
+        assert_eq!(load.max_tokens(), Ok(256));
         let large = Load {
             prompt: MOST_TOKENS,
             ..load
@@ -135,5 +175,46 @@ mod tests {
                 .to_string()
                 .contains("3 prompts of 32768 tokens")
         );
+    }
+
+    #[test]
+    fn what_is_opened_is_what_is_predicted_with_a_window_and_without() {
+        let workload = Workload {
+            prompt_tokens: 100,
+            output_tokens: 4000,
+            concurrency: 2,
+        };
+        let memory = MemoryModel::unpaged(Storage::all(WeightFormat::Bf16));
+        for (window, steps, pages) in [
+            (None, 1, 129),
+            (Some(1024), 1, 41),
+            (Some(1024), 2, 49),
+            (Some(1 << 20), 2, 129),
+        ] {
+            let load = Load {
+                context: 4100,
+                sequences: 2,
+                prompt: 100,
+                steps,
+            };
+            let paged = memory.paged(Some(&EngineMemory {
+                overhead_bytes: 0,
+                block_tokens: 32,
+                spare_blocks: SPARE_BLOCKS,
+                steps_under_way: steps,
+            }));
+            let model = model(window);
+            assert_eq!(load.blocks(&model, 32), 2 * pages + 1, "{window:?}");
+            let predicted: u64 = model
+                .blocks
+                .iter()
+                .map(|block| paged.kv_bytes(&block.shape, &workload))
+                .sum();
+            assert_eq!(
+                load.kv_bytes(&model, Precision::Bf16, 32),
+                predicted,
+                "{window:?}"
+            );
+        }
     }
 }

@@ -86,7 +86,7 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
     let cache_bytes = engine.helper.hello.cache_bytes;
     let cache_bytes = cache_bytes.unwrap_or_else(last_level_cache_bytes);
     let dictionary = Dictionary::of(task, engine.precision, cache_bytes)?;
-    let load = load_of(task);
+    let load = load_of(task, engine.helper.hello.steps_under_way());
     let mut times: Times = vec![vec![Timed::default(); dictionary.stacks.len()]; task.points.len()];
     tell(engine, &times, rounds, &|| {
         format!(
@@ -255,12 +255,13 @@ fn rows(
 }
 
 /// What every stack has to hold: all points, and the steps that decode on from them.
-fn load_of(task: &Profile) -> Load {
+fn load_of(task: &Profile, steps: usize) -> Load {
     let mut load = Load {
         context: 1,
         sequences: 1,
         prompt: 1,
     };
+        steps,
     for point in &task.points {
         match *point {
             Point::Prefill { tokens, sequences } => {

@@ -139,6 +139,13 @@ pub(super) struct Hello {
     pub cache_bytes: Option<usize>,
 }
 
+impl Hello {
+    /// Steps that may be under way at a time: vLLM prepares a GPU's next one while it computes, and a CPU's does not.
+    pub fn steps_under_way(&self) -> usize {
+        if self.platform == "cuda" { 2 } else { 1 }
+    }
+}
+
 /// Tokens of a block of keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub(super) struct BlockTokens {
