@@ -45,7 +45,7 @@ pub const MOST_DISTURBED: f64 = 0.5;
 /// A prediction farther than this from the measurement corrects the cost table.
 pub const MOST_MISPREDICTION: f64 = 0.10;
 /// How often a strategy may choose anew after a miss.
-pub const MOST_CORRECTIONS: u32 = 3;
+pub const MOST_CORRECTIONS: usize = 3;
 /// How often one measurement is taken before it counts as too noisy.
 pub const MOST_NOISY: u32 = 3;
 

@@ -318,6 +318,9 @@ pub struct Check {
     pub workload: Workload,
     /// Alternations.
     pub repeats: usize,
+    /// Sequences of the candidate that run together, where fewer than the workload's requests do: the others wait.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub running: Option<usize>,
     /// What runs both.
     #[serde(default, skip_serializing_if = "Engine::is_builtin")]
     pub engine: Engine,
@@ -335,6 +338,9 @@ pub struct Verify {
     pub workload: Workload,
     /// Alternations.
     pub repeats: usize,
+    /// Sequences of the candidate that run together, where fewer than the workload's requests do: the others wait.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub running: Option<usize>,
     /// What runs both.
     #[serde(default, skip_serializing_if = "Engine::is_builtin")]
     pub engine: Engine,

@@ -18,8 +18,9 @@ pub use reachable::{Impossible, Reachable};
 use espalier_arch::{Architecture, Candidate, Variant};
 use serde::{Deserialize, Serialize};
 
+use crate::running::batches;
 use crate::solver::Options;
-use crate::{AbsoluteLimit, CostModel, Error, Metric, Prediction, Result, Score};
+use crate::{AbsoluteLimit, CostModel, Error, Prediction, Result, Score};
 
 /// A candidate as the solver chose it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -98,27 +99,17 @@ pub struct Question<'a> {
 
 /// The best candidates inside every limit.
 ///
-/// Throughput of an engine that batches continuously is one problem for each number of sequences that may run together:
-/// more of them share a step, and need more room for their keys and values. Each is solved and the best taken. All
-/// numbers up to eight are tried, then powers of two, and the concurrency; those beyond what the table measured are left
-/// out. `model` is left at the batch of the answer.
+/// Throughput of an engine that batches continuously is one problem for each number of sequences that may run together
+/// ([`batches`]). Each is solved and the best taken; those beyond what the table measured are left out. `model` is left at
+/// the batch of the answer.
 ///
 /// # Errors
 /// When a variant has no score or no cost, or the problem is not well formed.
 pub fn choose(question: &Question<'_>, model: &mut CostModel, options: &Options) -> Result<Fitted> {
-    let throughput = question
-        .limits
-        .iter()
-        .any(|limit| limit.metric == Metric::Throughput);
-    let batches = if throughput && model.batches_continuously() {
-        running_batches(model.concurrency())
-    } else {
-        vec![model.concurrency()]
-    };
     let mut best: Option<(usize, Vec<Choice>)> = None;
     let mut impossible: Option<Impossible> = None;
     let mut unmeasured = None;
-    for batch in batches {
+    for batch in batches(model, question.limits) {
         match fit_running(question, model, batch, options) {
             Ok(Fitted::Found(choices)) => {
                 let score = |choices: &[Choice]| choices.first().map_or(f64::INFINITY, |choice| choice.score);
@@ -169,17 +160,4 @@ fn fit_running(
         None => Library::unscored(parent, variants, model)?,
     };
     library.fit(question.limits, question.count, question.distance, options)
-}
-
-/// Numbers of sequences to try, the most first.
-fn running_batches(concurrency: usize) -> Vec<usize> {
-    const EVERY: usize = 8;
-    let mut batches: Vec<usize> = (1..=concurrency.min(EVERY)).collect();
-    let powers = (0..usize::BITS).map(|power| 1_usize << power);
-    batches.extend(powers.filter(|batch| (EVERY + 1..concurrency).contains(batch)));
-    if concurrency > EVERY {
-        batches.push(concurrency);
-    }
-    batches.reverse();
-    batches
 }

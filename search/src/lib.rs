@@ -16,6 +16,7 @@ mod measurement;
 mod memory;
 pub mod plan;
 mod predict;
+pub mod running;
 mod score;
 pub mod shapes;
 pub mod solver;

@@ -3,6 +3,7 @@
 use espalier_arch::{Architecture, BlockShape, Candidate, Variant};
 use serde::{Deserialize, Serialize};
 
+use crate::running::roomiest;
 use crate::{AbsoluteLimit, CostModel, Prediction, Result, Space};
 
 /// One point of the grid.
@@ -17,7 +18,7 @@ pub struct GridPoint {
     pub channels: usize,
     /// Layers dropped, in the order of dropping.
     pub dropped: Vec<usize>,
-    /// What it will cost.
+    /// What it will cost, with as many sequences running together as leave most room.
     pub prediction: Prediction,
     /// The largest share of a limit that it uses.
     pub fill: f64,
@@ -33,7 +34,7 @@ pub fn grid(
     parent: &Architecture,
     space: &Space,
     depth_order: &[usize],
-    model: &CostModel,
+    model: &mut CostModel,
     limits: &[AbsoluteLimit],
     margin: f64,
     most: usize,
@@ -49,7 +50,9 @@ pub fn grid(
                 if model.needs_attention() && !has_attention(&architecture) {
                     continue;
                 }
-                let prediction = model.predict(&architecture)?;
+                let Some((_, prediction)) = roomiest(model, &architecture, &aimed)? else {
+                    continue;
+                };
                 let Some(fill) = filled(&prediction, &aimed) else {
                     continue;
                 };
@@ -94,7 +97,7 @@ pub fn aim(limit: &AbsoluteLimit, margin: f64) -> AbsoluteLimit {
 }
 
 /// The largest share of a limit that is used, when all are kept.
-fn filled(prediction: &Prediction, limits: &[AbsoluteLimit]) -> Option<f64> {
+pub(crate) fn filled(prediction: &Prediction, limits: &[AbsoluteLimit]) -> Option<f64> {
     let mut fill: f64 = 0.0;
     for limit in limits {
         let value = prediction.figures.get(limit.metric)?;
@@ -162,13 +165,13 @@ mod tests {
     /// (KV groups, channels, dropped layers) of each point, when layer 1 may be dropped.
     fn kept(latency_ms: f64, margin: f64, most: usize) -> Vec<(usize, usize, Vec<usize>)> {
         let (workload, table) = prompts();
-        let model = CostModel::new(&table, &workload, &small(), f32(), None).unwrap();
+        let mut model = CostModel::new(&table, &workload, &small(), f32(), None).unwrap();
         let space = Space {
             mlp_grid: Some(32),
             ..Space::default()
         };
         let limits = [AbsoluteLimit::new(Metric::Latency, latency_ms)];
-        let points = grid(&small(), &space, &[1], &model, &limits, margin, most).unwrap();
+        let points = grid(&small(), &space, &[1], &mut model, &limits, margin, most).unwrap();
         let points = points.into_iter();
         points
             .map(|point| (point.kv_groups, point.channels, point.dropped))

@@ -247,6 +247,15 @@ class Measures(Helper):
         alone = self.client.ask("serve", engine="a", workload={**workload, "output_tokens": 1}, requests=4)
         self.assertEqual(alone["per_token_ms"], [])
 
+    def test_requests_beyond_max_sequences_wait(self):
+        self.client.ask("open", engine="two", config=config(attention()), **{**OPTIONS, "max_sequences": 2})
+        workload = {"prompt_tokens": 20, "output_tokens": 10, "concurrency": 4}
+        answer = self.client.ask("serve", engine="two", workload=workload, requests=4)
+        self.assertEqual((answer["peak_running"], answer["preemptions"]), (2, 0))
+        first, _, third, _ = answer["first_token_ms"]
+        self.assertGreater(third, answer["end_to_end_ms"][0])
+        self.assertLess(first, third)
+
     def test_blocks_that_are_too_few_show_as_preemptions(self):
         # Four sequences of 64 tokens need eight blocks of 32 beside the null block.
         block = 32 * 2 * 32 * 4

@@ -34,11 +34,12 @@ pub trait Engine {
     /// When a model cannot be run, the machine is too noisy, or the attempt should stop.
     fn profile(&mut self, task: &Profile) -> Result<Profiled>;
 
-    /// Makes a model ready to run a workload, and runs it once, untimed.
+    /// Makes a model ready to run a workload, and runs it once, untimed. `running` of its requests run together at the
+    /// most, and the others wait.
     ///
     /// # Errors
-    /// When the model cannot be run under that workload, or there is no room for it.
-    fn open(&mut self, model: &Subject<'_>, workload: &Workload) -> Result<Opened>;
+    /// When the model cannot be run under that workload or with so many running, or there is no room for it.
+    fn open(&mut self, model: &Subject<'_>, workload: &Workload, running: usize) -> Result<Opened>;
 
     /// Runs the workload once, undisturbed.
     ///

@@ -302,6 +302,7 @@ fn a_profile_has_a_row_for_every_shape_and_the_base_at_every_point() {
         parent: architecture.clone(),
         architecture,
         workload,
+        running: None,
         repeats: 4,
         engine: Engine::Builtin,
     };
@@ -370,6 +371,7 @@ fn recovery_lowers_the_held_out_divergence_and_resumes_to_the_bit() {
         parent,
         directory,
         workload,
+        running: None,
         repeats: 4,
         engine: Engine::Builtin,
     })) {

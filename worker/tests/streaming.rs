@@ -364,6 +364,7 @@ fn a_streamed_parent_gives_the_bits_of_one_that_is_held() {
                 output_tokens: 4,
                 concurrency: 1,
             },
+            running: None,
             repeats: 4,
             engine: Engine::Builtin,
         }));

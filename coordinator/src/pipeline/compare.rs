@@ -8,6 +8,7 @@ use espalier_proto::task::MeasuredPair;
 use espalier_search::{Bound, Corrections, Figures, Limit, Limits, Measurement, Metric, Prediction};
 
 use super::outcome::Reading;
+use super::{MOST_MISPREDICTION, Stage};
 
 /// Reads one metric of a measured pair. None when the metric has no figure.
 pub(super) fn reading(
@@ -41,7 +42,25 @@ pub(super) fn reading(
     })
 }
 
-/// What the next prediction has to be multiplied by, so that it would have met this measurement.
+/// What a check measured outside of a limit, or far from its prediction, in words.
+pub(super) fn missed(stage: Stage, readings: &[(Metric, Reading)]) -> String {
+    let wrong = readings
+        .iter()
+        .filter(|(_, reading)| !reading.inside || reading.error.abs() > MOST_MISPREDICTION);
+    let each = wrong.map(|(metric, reading)| {
+        format!(
+            "{metric} was {}, predicted {}, the limit {}",
+            metric.display(reading.value),
+            metric.display(reading.predicted),
+            metric.display(reading.limit)
+        )
+    });
+    format!("{stage}: {}", each.collect::<Vec<_>>().join(", "))
+}
+
+/// What the next prediction has to be multiplied by, so that it would have met this measurement. `waits` is how many
+/// courses of others a request of the candidate's waited for ([`espalier_search::running::waits`]); the parent's waited for
+/// none.
 ///
 /// With an absolute limit on time, how fast the machine is now matters too, and stays in the factor.
 pub(super) fn corrections(
@@ -50,12 +69,11 @@ pub(super) fn corrections(
     pair: &MeasuredPair,
     profiled: &Measurement,
     prediction: &Prediction,
+    waits: f64,
 ) -> Corrections {
     let absolute = limits
         .iter()
         .any(|limit| limit.metric.is_timed() && matches!(limit.bound, Bound::Absolute(_)));
-    let first = |measurement: &Measurement| measurement.first_token_ms.median;
-    let later = |measurement: &Measurement| (measurement.latency_ms.median - first(measurement)).max(0.0);
     let pace = |part: &dyn Fn(&Measurement) -> f64| {
         if absolute {
             1.0
@@ -63,20 +81,31 @@ pub(super) fn corrections(
             ratio(part(&pair.parent), part(profiled))
         }
     };
-    let predicted_first = prediction.figures.first_token_ms.unwrap_or(0.0);
-    let predicted_later = prediction.figures.latency_ms.unwrap_or(0.0) - predicted_first;
+    let first = |measurement: &Measurement| measurement.first_token_ms.median;
+    let later = |measurement: &Measurement| (measurement.latency_ms.median - first(measurement)).max(0.0);
+    let turnover = |measurement: &Measurement| 1.0 / measurement.throughput_tokens_per_second.median;
+    let figures = &prediction.figures;
+    let predicted_first = figures.first_token_ms.unwrap_or(0.0);
+    let predicted_later = figures.latency_ms.unwrap_or(0.0) - predicted_first;
+    let predicted_turnover = 1.0 / figures.throughput_tokens_per_second.unwrap_or(0.0);
+    let candidate = &pair.candidate;
+    let own = |first: f64, later: f64| (first - waits * later) / (waits + 1.0);
+    let first_own = own(first(candidate), later(candidate));
+    let predicted_own = own(predicted_first, predicted_later) * pace(&first);
     #[allow(clippy::cast_precision_loss)] // bytes are far below 2^53
-    let memory = pair.candidate.memory_bytes as f64;
+    let memory = candidate.memory_bytes as f64;
     Corrections {
-        first_token: before.first_token * ratio(first(&pair.candidate), predicted_first * pace(&first)),
-        decode: before.decode * ratio(later(&pair.candidate), predicted_later * pace(&later)),
-        memory_bytes: before.memory_bytes + memory - prediction.figures.memory_bytes.unwrap_or(memory),
+        first_token: before.first_token * ratio(first_own, predicted_own),
+        decode: before.decode * ratio(later(candidate), predicted_later * pace(&later)),
+        turnover: before.turnover * ratio(turnover(candidate), predicted_turnover * pace(&turnover)),
+        memory_bytes: before.memory_bytes + memory - figures.memory_bytes.unwrap_or(memory),
     }
 }
 
 /// a / b; 1 where that is no ratio.
 fn ratio(a: f64, b: f64) -> f64 {
-    if a > 0.0 && b > 0.0 { a / b } else { 1.0 }
+    let is_time = |value: f64| value > 0.0 && value.is_finite();
+    if is_time(a) && is_time(b) { a / b } else { 1.0 }
 }
 
 fn spread(measurement: &Measurement, metric: Metric) -> f64 {

@@ -20,15 +20,18 @@ pub enum PlanError {
          search.mlp_grid, or leave uniform out of search.strategies"
     )]
     NoUniform,
-    /// Every choice that was checked missed.
-    #[error("the {strategy} choice was measured outside the limits {rounds} times: {detail}")]
+    /// Every choice that was checked missed a limit or its prediction, the last one a limit.
+    #[error(
+        "none of {} checks of the {strategy} choice was inside the limits and as predicted ({}); loosen the limit or use a \
+         quieter machine",
+        misses.len(),
+        misses.join("; ")
+    )]
     Missed {
         /// Whose.
         strategy: Strategy,
-        /// Checks taken.
-        rounds: u32,
-        /// Limits, last readings, and what would be right.
-        detail: String,
+        /// What each check measured.
+        misses: Vec<String>,
     },
     /// Measurements scatter too widely to tell.
     #[error(

@@ -264,6 +264,7 @@ impl<'a> Tail<'a> {
                     parent: self.parent.clone(),
                     directory: exported.written_to(),
                     workload: self.context.workload(),
+                    running: self.winner()?.1.chosen.running,
                     repeats: VERIFY_REPEATS,
                     engine: self.context.spec.target.task_engine(),
                 };

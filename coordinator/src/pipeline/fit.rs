@@ -7,11 +7,12 @@
 use espalier_arch::Architecture;
 use espalier_proto::task::{Check, Ingested, MeasuredPair, ParentRef, Profiled, Rank, TaskSpec};
 use espalier_search::heterogeneous::{self, Choice, LEAST_MARGIN, Library, Question, choose};
+use espalier_search::running::{roomiest, waits};
 use espalier_search::solver::Options;
 use espalier_search::uniform::{GridPoint, aim, grid};
 use espalier_search::{AbsoluteLimit, Corrections, CostModel, Metric};
 
-use super::compare::{corrections, reading};
+use super::compare::{corrections, missed, reading};
 use super::context::{Context, block_parameters};
 use super::outcome::Reading;
 use super::tasks::task;
@@ -164,7 +165,8 @@ impl<'a> Fit<'a> {
     fn standing(&self, strategy: Strategy) -> Result<Standing<'a>, PlanError> {
         let mut notes = Vec::new();
         let mut learnt = Corrections::default();
-        let (mut misses, mut noisy) = (0, 0);
+        let mut misses: Vec<String> = Vec::new();
+        let mut noisy = 0;
         for round in 1.. {
             let stage = Stage::Check { strategy, round };
             if !self.context.results.planned(stage) {
@@ -202,7 +204,7 @@ impl<'a> Fit<'a> {
             let predicted = readings
                 .iter()
                 .all(|(_, reading)| reading.error.abs() <= MOST_MISPREDICTION);
-            if inside && (predicted || misses >= MOST_CORRECTIONS) {
+            if inside && (predicted || misses.len() >= MOST_CORRECTIONS) {
                 notes.extend(chosen.notes.iter().cloned());
                 return Ok(Standing::Accepted(Box::new(Accepted {
                     chosen,
@@ -211,27 +213,51 @@ impl<'a> Fit<'a> {
                     notes,
                 })));
             }
-            misses += 1;
-            if misses > MOST_CORRECTIONS {
-                return Err(self.missed(strategy, misses, &readings));
+            misses.push(missed(stage, &readings));
+            if misses.len() > MOST_CORRECTIONS {
+                return Err(PlanError::Missed { strategy, misses });
             }
-            learnt = corrections(
-                chosen.corrections,
-                &self.context.spec.target.limits,
-                pair,
-                &self.profiled.parent,
-                &chosen.prediction,
-            );
+            learnt = self.learnt(chosen, pair);
             let what = if inside {
                 "was predicted wrongly"
             } else {
                 "missed a limit"
             };
             notes.push(format!(
-                "the choice of {stage} {what}; the cost table was corrected and a new one made"
+                "the choice of {stage} {what}; the cost table was corrected and {}",
+                self.choice_after(chosen, strategy, round)
             ));
         }
         Ok(Standing::Waiting)
+    }
+
+    /// The corrections of a choice's prediction that would have met what was measured.
+    fn learnt(&self, chosen: &Chosen, pair: &MeasuredPair) -> Corrections {
+        let concurrency = self.context.workload().concurrency;
+        corrections(
+            chosen.corrections,
+            &self.context.spec.target.limits,
+            pair,
+            &self.profiled.parent,
+            &chosen.prediction,
+            waits(concurrency, chosen.running.unwrap_or(concurrency)),
+        )
+    }
+
+    /// What was chosen after this one, in words.
+    fn choice_after(&self, chosen: &Chosen, strategy: Strategy, round: u32) -> &'static str {
+        let next = Stage::Check {
+            strategy,
+            round: round + 1,
+        };
+        match self.context.results.decision(next) {
+            Some(Decision::Chosen(next))
+                if next.candidate == chosen.candidate && next.running == chosen.running =>
+            {
+                "gave the same choice again"
+            }
+            _ => "a new choice made",
+        }
     }
 
     fn last_chosen(&self, strategy: Strategy, round: u32) -> Option<&'a Chosen> {
@@ -277,25 +303,6 @@ impl<'a> Fit<'a> {
             .collect())
     }
 
-    fn missed(&self, strategy: Strategy, rounds: u32, readings: &[(Metric, Reading)]) -> PlanError {
-        let each = readings
-            .iter()
-            .filter(|(_, reading)| !reading.inside)
-            .map(|(metric, reading)| {
-                let limit = metric.display(reading.limit);
-                format!(
-                    "{metric} was {} at last, the limit is {limit}",
-                    metric.display(reading.value)
-                )
-            });
-        let detail = each.collect::<Vec<_>>().join(", ");
-        PlanError::Missed {
-            strategy,
-            rounds,
-            detail: format!("{detail}; loosen the limit or use a quieter machine"),
-        }
-    }
-
     fn model(&self, corrections: Corrections) -> Result<(CostModel, Vec<AbsoluteLimit>), PlanError> {
         let model = self
             .context
@@ -336,9 +343,14 @@ impl<'a> Fit<'a> {
             _ => Vec::new(),
         };
         Ok(choices.into_iter().next().map(|choice| {
-            let fewer = choice.running < self.context.workload().concurrency;
-            chosen_of(choice, limits, corrections, front, fewer)
+            let running = self.fewer(choice.running);
+            chosen_of(choice, limits, corrections, front, running)
         }))
+    }
+
+    /// Sequences that run together, where fewer than the workload's requests do.
+    fn fewer(&self, running: usize) -> Option<usize> {
+        (running < self.context.workload().concurrency).then_some(running)
     }
 
     /// The uniform choice, once depth order and ranks are there; plans a ranking where one is needed.
@@ -351,7 +363,7 @@ impl<'a> Fit<'a> {
         let Some(order) = self.context.depth_order()? else {
             return Ok(None);
         };
-        let (model, limits) = self.model(corrections)?;
+        let (mut model, limits) = self.model(corrections)?;
         let mut round = 1;
         while self.context.results.planned(Stage::Rank { round }) {
             let Some(divergences) = self.context.ranked(round)? else {
@@ -369,7 +381,7 @@ impl<'a> Fit<'a> {
                     reason,
                 });
             }
-            if let Some(chosen) = self.best_ranked(points, divergences, &model, &limits, corrections)? {
+            if let Some(chosen) = self.best_ranked(points, divergences, &mut model, &limits, corrections)? {
                 return Ok(Some(chosen));
             }
             round += 1;
@@ -379,7 +391,7 @@ impl<'a> Fit<'a> {
             self.architecture(),
             &space,
             order,
-            &model,
+            &mut model,
             &limits,
             LEAST_MARGIN,
             RANKED_POINTS,
@@ -417,26 +429,23 @@ impl<'a> Fit<'a> {
         &self,
         points: &[GridPoint],
         divergences: &[f64],
-        model: &CostModel,
+        model: &mut CostModel,
         limits: &[AbsoluteLimit],
         corrections: Corrections,
     ) -> Result<Option<Chosen>, PlanError> {
         let mut order: Vec<(&GridPoint, f64)> = points.iter().zip(divergences.iter().copied()).collect();
         order.sort_by(|a, b| a.1.total_cmp(&b.1));
+        let aimed: Vec<AbsoluteLimit> = limits.iter().map(|limit| aim(limit, LEAST_MARGIN)).collect();
         for (point, divergence) in order {
-            let prediction = model.predict(&self.architecture().with_candidate(&point.candidate)?)?;
-            let inside = limits
-                .iter()
-                .map(|limit| aim(limit, LEAST_MARGIN))
-                .all(|aimed| aimed.admits_prediction(&prediction));
-            if inside {
+            let architecture = self.architecture().with_candidate(&point.candidate)?;
+            if let Some((running, prediction)) = roomiest(model, &architecture, &aimed)? {
                 return Ok(Some(Chosen {
                     strategy: Strategy::Uniform,
                     candidate: point.candidate.clone(),
                     prediction,
                     limits: limits.to_vec(),
                     margin: LEAST_MARGIN,
-                    running: None,
+                    running: self.fewer(running),
                     notes: Vec::new(),
                     corrections,
                     solved: None,
@@ -453,6 +462,7 @@ impl<'a> Fit<'a> {
             parent: self.architecture().clone(),
             architecture: self.architecture().with_candidate(&chosen.candidate)?,
             workload: self.context.workload(),
+            running: chosen.running,
             repeats: CHECK_REPEATS,
             engine: self.context.spec.target.task_engine(),
         };
@@ -472,7 +482,7 @@ fn chosen_of(
     limits: Vec<AbsoluteLimit>,
     corrections: Corrections,
     front: Vec<heterogeneous::FrontPoint>,
-    fewer: bool,
+    running: Option<usize>,
 ) -> Chosen {
     Chosen {
         strategy: Strategy::Heterogeneous,
@@ -481,7 +491,7 @@ fn chosen_of(
         prediction: choice.prediction,
         limits,
         margin: choice.margin,
-        running: fewer.then_some(choice.running),
+        running,
         corrections,
         solved: Some(SolverProof {
             score: choice.score,

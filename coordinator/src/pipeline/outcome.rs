@@ -169,6 +169,9 @@ pub struct StrategyReport {
     /// Tokens it was trained on.
     pub recovery_tokens: u64,
     /// Seconds that took, loading and evaluating aside.
+    /// Sequences that run together, where fewer than the workload's requests do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub running: Option<usize>,
     #[serde(default)]
     pub recovery_seconds: f64,
     /// Whether training made it worse, so that untrained weights were kept.

@@ -6,8 +6,9 @@ use espalier_proto::task::{
     TaskSpec,
 };
 use espalier_search::heterogeneous::{Fitted, Impossible, Question, Reachable, choose};
+use espalier_search::running::roomiest;
 use espalier_search::solver::Options;
-use espalier_search::{AbsoluteLimit, Bound, Figures, Metric, points, running_points};
+use espalier_search::{AbsoluteLimit, Bound, Figures, Metric, Workload, points, running_points};
 
 use super::context::{Context, block_parameters};
 use super::servable::refuse_unservable;
@@ -129,9 +130,8 @@ fn ingest(spec: &JobSpec) -> Ingest {
 
 fn profile(context: &Context<'_>, ingested: &Ingested) -> Result<Vec<PlannedTask>, PlanError> {
     let workload = context.workload();
-    let target = &context.spec.target;
     let mut points = points(&workload)?;
-    if target.engine != Engine::Builtin && target.limits.get(Metric::Throughput).is_some() {
+    if batches_continuously(context) {
         points.extend(running_points(&workload)?);
     }
     let profile = Profile {
@@ -144,6 +144,12 @@ fn profile(context: &Context<'_>, ingested: &Ingested) -> Result<Vec<PlannedTask
         kept: Vec::new(),
     };
     Ok(vec![task("profile", TaskSpec::Profile(profile))])
+}
+
+/// Whether a throughput is limited in an engine that takes a new sequence in as soon as one has ended.
+fn batches_continuously(context: &Context<'_>) -> bool {
+    let target = &context.spec.target;
+    target.engine != Engine::Builtin && target.limits.get(Metric::Throughput).is_some()
 }
 
 fn calibrate(ingested: &Ingested) -> Result<Vec<PlannedTask>, PlanError> {
@@ -228,7 +234,7 @@ fn layers_to_remove(
     parent: &Architecture,
     profiled: &Profiled,
 ) -> Result<usize, PlanError> {
-    let model = context.cost_model(parent, profiled, espalier_search::Corrections::default())?;
+    let mut model = context.cost_model(parent, profiled, espalier_search::Corrections::default())?;
     let limits = context.limits(parent, profiled)?;
     let mut layers: Vec<usize> = parent.blocks.iter().map(|block| block.layer).collect();
     layers.dedup();
@@ -237,11 +243,7 @@ fn layers_to_remove(
         let mut smaller = parent.clone();
         let dropped = layers.get(layers.len() - count..).unwrap_or_default();
         smaller.blocks.retain(|block| !dropped.contains(&block.layer));
-        let figures = model.predict(&smaller)?.figures;
-        if limits
-            .iter()
-            .all(|limit| figures.get(limit.metric).is_some_and(|value| limit.admits(value)))
-        {
+        if roomiest(&mut model, &smaller, &limits)?.is_some() {
             // One more, for the margin.
             return Ok((count + 1).min(most));
         }
@@ -251,11 +253,20 @@ fn layers_to_remove(
 
 /// Refuses limits on memory and parameters that even the smallest variants exceed, before anything is measured.
 fn refuse_uncountable(context: &Context<'_>, parent: &Architecture) -> Result<(), PlanError> {
+    // Where a throughput is wanted, as few may run together as there is room for.
+    let workload = if batches_continuously(context) {
+        Workload {
+            concurrency: 1,
+            ..context.workload()
+        }
+    } else {
+        context.workload()
+    };
     let counted = |architecture: &Architecture| Figures {
         #[allow(clippy::cast_precision_loss)] // far below 2^53
         block_parameters: Some(block_parameters(architecture) as f64),
         #[allow(clippy::cast_precision_loss)]
-        memory_bytes: Some(context.memory().counted_bytes(architecture, &context.workload()) as f64),
+        memory_bytes: Some(context.memory().counted_bytes(architecture, &workload) as f64),
         ..Figures::default()
     };
     let mut smallest = parent.clone();

@@ -1,6 +1,7 @@
 //! Drives [`plan`](super::plan) through whole jobs with a made-up worker.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod batching;
 mod checks;
 mod imported;
 mod servable;

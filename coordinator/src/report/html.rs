@@ -16,6 +16,7 @@ pub(super) fn page(outcome: &Outcome) -> String {
     blocks(&mut body, outcome);
     quality(&mut body, outcome);
     search(&mut body, outcome);
+    serve(&mut body, outcome);
     section(&mut body, "What it cost", "", &table::costs(outcome));
     notes(&mut body, outcome);
     spec(&mut body, outcome);
@@ -117,11 +118,12 @@ fn facts(body: &mut String, outcome: &Outcome) {
 fn limits(body: &mut String, outcome: &Outcome) {
     let workload = &outcome.spec.target.workload;
     let lead = format!(
-        "{} prompt and {} output tokens, {} at once, on {} ({} {}, {}). Every figure as a share of its limit; \
+        "{} prompt and {} output tokens, {} at once{}, on {} ({} {}, {}). Every figure as a share of its limit; \
          measured in alternation with the parent, the limit and the prediction following the parent's own time in that run.",
         workload.prompt_tokens,
         workload.output_tokens,
         workload.concurrency,
+        waiting(outcome),
         escape(&outcome.target.device),
         escape(&outcome.target.engine),
         escape(&outcome.target.engine_version),
@@ -137,6 +139,14 @@ fn limits(body: &mut String, outcome: &Outcome) {
         table::limits(&outcome.limits)
     );
     section(body, "Limits", &lead, &content);
+}
+
+/// What to say of requests that wait.
+fn waiting(outcome: &Outcome) -> String {
+    let running = winner(outcome).and_then(|report| report.running);
+    running.map_or_else(String::new, |running| {
+        format!(" ({running} of which run together and the others wait)")
+    })
 }
 
 fn blocks(body: &mut String, outcome: &Outcome) {

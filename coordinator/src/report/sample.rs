@@ -184,6 +184,7 @@ fn strategy(strategy: Strategy, before: Quality, after: Quality) -> StrategyRepo
         block_parameters: 71_000_000,
         prediction: prediction(775.0),
         checked: measurement(770.0),
+        running: None,
         rounds: 1,
         solved: (!uniform).then_some(SolverProof {
             score: 0.4449,

@@ -4,7 +4,7 @@ mod confidence;
 
 use super::*;
 use crate::fixtures::{f32, prompts, small};
-use crate::{Figures, Space};
+use crate::{Figures, Metric, Space};
 
 fn latency(value: f64) -> AbsoluteLimit {
     AbsoluteLimit::new(Metric::Latency, value)

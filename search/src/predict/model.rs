@@ -12,6 +12,7 @@ use super::sampled::Sampled;
 use super::shapes::Times;
 use super::timed::{Joining, Timed, both, slower};
 use super::{check, decode_steps};
+use crate::running::waits;
 use crate::{
     AbsoluteLimit, CostTable, Error, Figures, MemoryModel, Metric, Result, Subject, Whole, Workload,
 };
@@ -49,6 +50,9 @@ impl Costs {
 }
 
 /// Factors by which times turned out larger than the table says, from checks of whole candidates. 1 at first.
+///
+/// In an engine that batches continuously a throughput is measured by itself, so it has a factor of its own, and the other
+/// two leave it alone.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Corrections {
@@ -56,8 +60,15 @@ pub struct Corrections {
     pub first_token: f64,
     /// Of every decode step.
     pub decode: f64,
+    /// Of [`Costs::turnover_ms`], in an engine that batches continuously.
+    #[serde(default = "unchanged")]
+    pub turnover: f64,
     /// Bytes beside those counted.
     pub memory_bytes: f64,
+}
+
+fn unchanged() -> f64 {
+    1.0
 }
 
 impl Default for Corrections {
@@ -65,6 +76,7 @@ impl Default for Corrections {
         Self {
             first_token: 1.0,
             decode: 1.0,
+            turnover: unchanged(),
             memory_bytes: 0.0,
         }
     }
@@ -185,8 +197,8 @@ impl CostModel {
         Ok(self)
     }
 
-    /// Has `running` sequences run together from now on: memory holds the state of so many, and the throughput is that of
-    /// their steps. Latencies stay those of the workload.
+    /// Has `running` sequences run together from now on: memory holds the state of so many, the throughput is that of
+    /// their steps, and requests beyond them wait, which is part of their latency.
     ///
     /// # Errors
     /// When the table tells the host's part apart, and not at that batch.
@@ -303,9 +315,11 @@ impl CostModel {
     }
 
     pub(super) fn costs(&self, times: &Timed) -> Costs {
+        let course = times.first.value + times.decode.value;
+        let waited = self.waits() * course;
         Costs {
-            latency_ms: times.first.value + times.decode.value,
-            first_token_ms: times.first.value,
+            latency_ms: waited + course,
+            first_token_ms: waited + times.first.value,
             per_token_ms: times.decode.value / self.steps(),
             turnover_ms: times.steady.value + times.joined.value,
             ..Costs::default()
@@ -359,6 +373,7 @@ impl CostModel {
     /// Figures and errors of the timed metrics, from (time, error) of first token, all steps, and turnover.
     fn figures(&self, first: (f64, f64), decode: (f64, f64), turnover: (f64, f64)) -> (Figures, Figures) {
         let throughput = self.tokens() * 1000.0 / turnover.0;
+        let (waits, course) = (self.waits(), first.0 + decode.0);
         let of = |latency, first, per_token, throughput| Figures {
             latency_ms: Some(latency),
             first_token_ms: Some(first),
@@ -367,10 +382,15 @@ impl CostModel {
             ..Figures::default()
         };
         (
-            of(first.0 + decode.0, first.0, decode.0 / self.steps(), throughput),
             of(
-                first.1.hypot(decode.1),
-                first.1,
+                (waits + 1.0) * course,
+                waits * course + first.0,
+                decode.0 / self.steps(),
+                throughput,
+            ),
+            of(
+                (waits + 1.0) * first.1.hypot(decode.1),
+                ((waits + 1.0) * first.1).hypot(waits * decode.1),
                 decode.1 / self.steps(),
                 throughput * turnover.1 / turnover.0,
             ),
@@ -403,45 +423,61 @@ impl CostModel {
         time: impl Fn(Load) -> Result<Option<Sampled>>,
         joining: Joining,
     ) -> Result<Timed> {
-        let prefill = |sequences| Load::Prefill {
-            tokens: self.workload.prompt_tokens,
-            sequences,
+        let first = self.prefill_together(&time)?;
+        let decode = self.decode_at(self.running, &time)?;
+        let mut timed = Timed {
+            first: first.times(self.corrections.first_token),
+            decode: decode.times(self.corrections.decode),
+            ..Timed::default()
         };
-        let concurrency = self.workload.concurrency;
-        let first = time(prefill(concurrency))?.unwrap_or_default();
-        let first = first.times(self.corrections.first_token);
-        let decode = self.decode_at(concurrency, &time)?;
         if !self.batches_continuously {
-            let steady = both(&first, &decode);
-            return Ok(Timed {
-                first,
-                decode,
-                steady,
-                joined: Sampled::default(),
-            });
+            timed.steady = both(&timed.first, &timed.decode);
+            return Ok(timed);
         }
-        let running = self.decode_at(self.running, &time)?;
-        let mut joined = match time(prefill(1)) {
-            Ok(Some(alone)) => alone.times(self.corrections.first_token * self.requests()),
+        let correction = self.corrections.turnover;
+        let (courses, running) = (self.courses(), decode.times(correction));
+        let mut joined = match time(self.prefill(1)) {
+            Ok(Some(alone)) => alone.times(correction * self.requests()),
             // Without a prompt by itself, its share of the prompts together.
-            Ok(None) | Err(Error::MissingRow { .. } | Error::Extrapolation { .. }) => first.clone(),
+            Ok(None) | Err(Error::MissingRow { .. } | Error::Extrapolation { .. }) => {
+                first.times(correction * courses)
+            }
             Err(error) => return Err(error),
         };
         if joining == Joining::IsHidden {
             joined = Sampled::default();
         }
         // Each request's prompt joins one of the steps that it shares.
-        let shared = self.shared();
-        let of_joined = shared.min(self.requests() / self.steps());
+        let of_joined = courses.min(self.requests() / self.steps());
         if joining != Joining::Replaces {
             joined.add(&running, of_joined);
         }
         Ok(Timed {
-            first,
-            decode,
-            steady: running.times(shared - of_joined),
+            steady: running.times(courses - of_joined),
             joined,
+            ..timed
         })
+    }
+
+    fn prefill(&self, sequences: usize) -> Load {
+        Load::Prefill {
+            tokens: self.workload.prompt_tokens,
+            sequences,
+        }
+    }
+
+    /// Prefill of the prompts that run together: where so many were not measured, their share of all.
+    fn prefill_together(&self, time: &impl Fn(Load) -> Result<Option<Sampled>>) -> Result<Sampled> {
+        match time(self.prefill(self.running)) {
+            Ok(found) => Ok(found.unwrap_or_default()),
+            Err(Error::MissingRow { .. } | Error::Extrapolation { .. })
+                if self.running < self.workload.concurrency =>
+            {
+                let all = time(self.prefill(self.workload.concurrency))?.unwrap_or_default();
+                Ok(all.times(1.0 / self.courses()))
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// All decode steps of `sequences` together; nothing where the first token is the only one.
@@ -458,14 +494,18 @@ impl CostModel {
             steps,
             sequences,
         };
-        let decode = time(load)?.unwrap_or_default();
-        Ok(decode.times(self.corrections.decode))
+        Ok(time(load)?.unwrap_or_default())
     }
 
-    /// How often all steps of a request are taken until all requests are through, `running` of them sharing each.
+    /// How often as many as run together take their course until all requests have.
     #[allow(clippy::cast_precision_loss)] // far below 2^53
-    fn shared(&self) -> f64 {
+    fn courses(&self) -> f64 {
         self.requests() / self.running as f64
+    }
+
+    /// See [`waits`].
+    fn waits(&self) -> f64 {
+        waits(self.workload.concurrency, self.running)
     }
 
     #[allow(clippy::cast_precision_loss)] // far below 2^53

@@ -141,13 +141,42 @@ fn corrections_scale_times_and_the_parents_other_memory_stays() {
     let corrected = model(Some(&measurement)).corrected(Corrections {
         first_token: 2.0,
         decode: 0.5,
+        turnover: 3.0,
         memory_bytes: 7.0,
     });
     let corrected = corrected.unwrap();
     let figures = corrected.predict(&small()).unwrap().figures;
     close(figures.first_token_ms, 38.0);
     close(figures.latency_ms, 38.0 + 10.3);
+    // Requests that run together from start to end have the throughput of their latency.
+    close(figures.throughput_tokens_per_second, 10_000.0 / 48.3);
     close(figures.memory_bytes, 200_007.0);
+}
+
+#[test]
+fn a_throughput_of_continuous_batching_is_corrected_by_its_own_factor_alone() {
+    let mut continuous = times();
+    continuous.key.engine = "vllm".to_owned();
+    let predicted = |corrections| {
+        let costs = CostModel::new(&continuous, &WORKLOAD, &small(), f32(), None).unwrap();
+        let costs = costs.corrected(corrections).unwrap();
+        costs.predict(&small()).unwrap().figures
+    };
+    let plain = predicted(Corrections::default());
+    let slower = predicted(Corrections {
+        first_token: 2.0,
+        decode: 2.0,
+        turnover: 1.25,
+        memory_bytes: 0.0,
+    });
+    close(slower.latency_ms, 2.0 * 39.6);
+    close(
+        slower.throughput_tokens_per_second,
+        plain.throughput_tokens_per_second.unwrap() / 1.25,
+    );
+    let old: Corrections =
+        serde_json::from_str(r#"{"first_token": 1.0, "decode": 1.0, "memory_bytes": 0.0}"#).unwrap();
+    assert_eq!(old, Corrections::default());
 }
 
 #[test]
@@ -482,5 +511,9 @@ fn continuous_batching_shares_steps_among_those_that_run_and_counts_their_state_
     let one = costs.predict(&small()).unwrap().figures;
     // Each request has its own four steps of 3 · 0.75 + 0.1 ms, and 9.5 ms of prefill.
     close(one.throughput_tokens_per_second, 5.0 / (0.0095 + 4.0 * 0.00235));
+    // One of the two waits for the other, so the median has waited half a course.
+    close(one.first_token_ms, 9.5 + 0.5 * (9.5 + 9.4));
+    close(one.latency_ms, 1.5 * (9.5 + 9.4));
+    close(one.per_token_ms, 2.35);
     close(one.memory_bytes, whole - 3.0 * 2.0 * 16.0 * 15.0 * 4.0);
 }

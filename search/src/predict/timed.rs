@@ -5,9 +5,9 @@ use super::sampled::Sampled;
 /// The times of one subject, or sums of them.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Timed {
-    /// Prefill of every prompt.
+    /// Prefill of every prompt that runs together.
     pub(super) first: Sampled,
-    /// All decode steps.
+    /// All their decode steps.
     pub(super) decode: Sampled,
     /// Of [`super::Costs::turnover_ms`], steps in which those that run only decode.
     pub(super) steady: Sampled,

@@ -181,8 +181,7 @@ class Course:
 def serve(engine, workload, requests, stage):
     """Keeps `concurrency` requests running until `requests` have ended."""
     length, new_tokens, concurrency = (workload[key] for key in ("prompt_tokens", "output_tokens", "concurrency"))
-    # Blocks for all are not asked for: to run short of them, and how often, is an answer.
-    check_fits({**engine.limits, "kv_blocks": float("inf")}, concurrency, length + new_tokens, "workload")
+    # Blocks for all are not asked for: to run short of them, and how often, is an answer. Those beyond max_sequences wait.
     check_fits(engine.limits, 1, length + new_tokens, "workload")
     courses, ended, taken, peak = {}, 0, 0, 0
     preempted = engine.preempted()

@@ -218,7 +218,9 @@ mod tests {
     #[tokio::test]
     async fn a_driver_that_hangs_is_not_waited_for() {
         let (hold, until) = mpsc::channel();
-        let memory: Arc<dyn DeviceMemory> = Arc::new(Hanging { until: Mutex::new(until) });
+        let memory: Arc<dyn DeviceMemory> = Arc::new(Hanging {
+            until: Mutex::new(until),
+        });
         let patience = Duration::from_millis(20);
         let told = wait_until_free(&memory, &[], 11, patience).await.unwrap_err();
         assert!(told.contains("does its driver hang?"), "{told}");

@@ -11,7 +11,8 @@ pub const DRIFT_LIMIT: f64 = 0.05;
 /// Series taken at most.
 const SERIES: usize = 3;
 
-/// Measures parent and candidate, one run of each in turn, `repeats` times. A series in which the parent
+/// Measures parent and candidate, one run of each in turn, `repeats` times. Of the candidate `running` requests run
+/// together, all where there is no number; of the parent always all, as when it was profiled. A series in which the parent
 /// drifted by more than [`DRIFT_LIMIT`] is taken again; when none is quieter the quietest is told, with its drift,
 /// for whoever asked to judge: a limit on memory needs no quiet machine.
 ///
@@ -21,13 +22,15 @@ pub fn measure_pair(
     engine: &mut dyn Engine,
     [parent, candidate]: [Subject<'_>; 2],
     workload: &Workload,
+    running: Option<usize>,
     repeats: usize,
     surroundings: &dyn Surroundings,
 ) -> Result<MeasuredPair> {
     let repeats = repeats.max(4);
+    let all = workload.concurrency;
     let both = [
-        engine.open(&parent, workload)?,
-        engine.open(&candidate, workload)?,
+        engine.open(&parent, workload, all)?,
+        engine.open(&candidate, workload, running.unwrap_or(all))?,
     ];
     let mut series = 0;
     let mut quietest: Option<MeasuredPair> = None;

@@ -172,9 +172,9 @@ impl InVllm<'_> {
             overhead_bytes: whole.other_bytes,
             block_tokens: self.helper.hello.block_tokens.multiple,
             spare_blocks: models::SPARE_BLOCKS,
-        })
             steps_under_way: self.helper.hello.steps_under_way(),
     }
+        })
 
     /// Closes what was opened and keeps the helper for the next task. One that cannot close it is ended: what was
     /// measured is no less true for it. Where an error comes first the helper is dropped, and so ended, instead.
@@ -326,12 +326,14 @@ impl InVllm<'_> {
         self.serve(whole, whole.workload.concurrency)?;
         let served = self.helper.memory(self.surroundings)?;
         let (Some(before), Some(after), Some(served)) = (&before.device, after.device, &served.device) else {
-            return Ok(served.peak_pss_bytes.saturating_sub(after.pss_bytes));
+            return Ok(served.peak_pss_bytes.saturating_sub(warm.pss_bytes));
         };
         let counted = opened.weight_bytes.saturating_add(opened.kv_bytes);
         let outside = *self.helper.outside_bytes.get_or_insert_with(|| {
             if served.outside_bytes.is_none() {
                 tracing::warn!("others have memory of the device: the context's own is not counted");
+        let warm = self.helper.memory(self.surroundings)?;
+        self.serve(whole, whole.workload.concurrency)?;
             }
             served.outside_bytes.unwrap_or(0)
         });
@@ -353,11 +355,11 @@ impl Engine for InVllm<'_> {
         profile::run(self, task)
     }
 
-    fn open(&mut self, model: &Subject<'_>, workload: &Workload) -> Result<Opened> {
+    fn open(&mut self, model: &Subject<'_>, workload: &Workload, running: usize) -> Result<Opened> {
         super::builtin::check_workload(workload)?;
         let load = Load {
             context: workload.prompt_tokens.saturating_add(workload.output_tokens),
-            sequences: workload.concurrency,
+            sequences: running.clamp(1, workload.concurrency),
             prompt: workload.prompt_tokens,
         };
         let (architecture, model) = resolved(model, self.precision, load.context)?;
@@ -367,6 +369,7 @@ impl Engine for InVllm<'_> {
             model,
             load,
             workload: *workload,
+            steps: self.helper.hello.steps_under_way(),
             memory_bytes: 0,
             other_bytes: 0,
             steps: self.helper.hello.steps_under_way(),

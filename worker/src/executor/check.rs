@@ -11,6 +11,6 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Check) -> R
     caches.clear();
     let both = [&task.parent, &task.architecture].map(Subject::Shape);
     measure::on(task.engine, context, caches, |engine| {
-        measure_pair(engine, both, &task.workload, task.repeats, context)
+        measure_pair(engine, both, &task.workload, task.running, task.repeats, context)
     })
 }

@@ -97,7 +97,8 @@ impl Engine for Builtin<'_, '_> {
             "building stacks of every block shape".to_owned()
         })?;
         let mut stacks = Stacks::new(operations, &task.architecture, &task.shapes, &task.points)?;
-        let parent = self.open(&Subject::Shape(&task.architecture), &task.workload)?;
+        let whole = Subject::Shape(&task.architecture);
+        let parent = self.open(&whole, &task.workload, task.workload.concurrency)?;
         let mut series = Series::new(&task.workload);
         // The first round warms pools and tables up and is thrown away.
         stacks.round(&self.quiet)?;
@@ -118,7 +119,16 @@ impl Engine for Builtin<'_, '_> {
         })
     }
 
-    fn open(&mut self, model: &Subject<'_>, workload: &Workload) -> Result<Opened> {
+    fn open(&mut self, model: &Subject<'_>, workload: &Workload, running: usize) -> Result<Opened> {
+        if running != workload.concurrency {
+            return Err(Error::Invalid {
+                reason: format!(
+                    "running is {running}, expected the workload's concurrency, {}: the built-in engine runs all \
+                     requests together",
+                    workload.concurrency
+                ),
+            });
+        }
         let model = self.load(model)?;
         let mut bench = Bench::new(&self.context.operations, &model, workload)?;
         bench.warm_up()?;

@@ -121,7 +121,7 @@ mod tests {
             })
         }
 
-        fn open(&mut self, _: &Model<'_>, _: &Workload) -> Result<Opened> {
+        fn open(&mut self, _: &Model<'_>, _: &Workload, _: usize) -> Result<Opened> {
             panic!("a profile opens what it needs itself")
         }
 

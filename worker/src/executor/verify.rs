@@ -18,6 +18,6 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Verify) -> 
         Subject::Directory(Path::new(&task.directory)),
     ];
     measure::on(task.engine, context, caches, |engine| {
-        measure_pair(engine, both, &task.workload, task.repeats, context)
+        measure_pair(engine, both, &task.workload, task.running, task.repeats, context)
     })
 }

@@ -175,6 +175,7 @@ impl Tail<'_> {
             block_parameters: block_parameters(&architecture),
             prediction: chosen.prediction,
             checked: accepted.pair.candidate.clone(),
+            running: chosen.running,
             rounds: accepted.round,
             solved: chosen.solved,
             before: before.clone(),

@@ -272,9 +272,17 @@ impl World {
         }
     }
 
-    /// Plans and answers until the job ends, one stage at a time. Every result crosses JSON, as the journal would.
     pub(super) fn run(&mut self, spec: &JobSpec) -> std::result::Result<Outcome, PlanError> {
         let mut results = Results::default();
+        self.run_with(spec, Self::answer)
+    }
+
+    /// Plans and answers until the job ends, one stage at a time. Every result crosses JSON, as the journal would.
+    pub(super) fn run_with(
+        &mut self,
+        spec: &JobSpec,
+        mut answer: impl FnMut(&mut Self, &TaskSpec, &mut Option<Architecture>) -> TaskOutput,
+    ) -> std::result::Result<Outcome, PlanError> {
         let mut exported = None;
         let mut running: Vec<PlannedStage> = Vec::new();
         for _ in 0..100 {
@@ -311,7 +319,7 @@ impl World {
             let outputs = stage
                 .tasks
                 .iter()
-                .map(|task| self.answer(&task.spec, &mut exported))
+                .map(|task| answer(self, &task.spec, &mut exported))
                 .collect();
             results.stages.get_mut(&stage.stage).unwrap().finished = Some(Finished {
                 outputs,

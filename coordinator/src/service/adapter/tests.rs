@@ -89,6 +89,7 @@ fn a_task_needs_a_device_for_what_its_child_holds_of_the_parent() {
             output_tokens: 1,
             concurrency: 1,
         },
+        running: None,
         repeats: 1,
         engine: Engine::Builtin,
     });

@@ -95,7 +95,8 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
             task.shapes.len()
         )
     })?;
-    let parent = engine.open(&Measured::Shape(&task.architecture), &task.workload)?;
+    let whole = Measured::Shape(&task.architecture);
+    let parent = engine.open(&whole, &task.workload, task.workload.concurrency)?;
     let mut series = Series::new(&task.workload);
     let mut together = dictionary.stacks.len();
     let mut first = 0;
@@ -260,8 +261,8 @@ fn load_of(task: &Profile, steps: usize) -> Load {
         context: 1,
         sequences: 1,
         prompt: 1,
-    };
         steps,
+    };
     for point in &task.points {
         match *point {
             Point::Prefill { tokens, sequences } => {

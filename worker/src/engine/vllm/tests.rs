@@ -133,14 +133,14 @@ impl World {
         Ok(profiled)
     }
 
-    fn pair(&self) -> Result<MeasuredPair> {
+    fn pair(&self, running: Option<usize>) -> Result<MeasuredPair> {
         let mut vllm = Vllm::new(self.options.clone());
         let mut engine = vllm.engine(Precision::Bf16, &self.whoever)?;
         let mut smaller = parent();
         smaller.blocks.truncate(3);
         let whole = parent();
         let both = [&whole, &smaller].map(Subject::Shape);
-        measure_pair(&mut engine, both, &WORKLOAD, 4, &self.whoever)
+        measure_pair(&mut engine, both, &WORKLOAD, running, 4, &self.whoever)
     }
 
     /// What a profile fails with where this goes wrong.

@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn parent_and_candidate_are_served_in_turns_and_their_memory_is_what_the_engine_holds() {
-    let pair = World::new(&[]).pair().unwrap();
+    let pair = World::new(&[]).pair(None).unwrap();
     assert_eq!(pair.parent.latency_ms.samples.len(), 4);
     let ratio = pair.candidate.latency_ms.median / pair.parent.latency_ms.median;
     assert!(ratio > 0.4 && ratio < 0.9, "{ratio}");
@@ -25,7 +25,7 @@ fn parent_and_candidate_are_served_in_turns_and_their_memory_is_what_the_engine_
 
 #[test]
 fn on_a_gpu_memory_is_also_what_opening_kept_what_serving_took_and_the_process_once() {
-    let pair = World::new(&[("FAKE_VLLM_CUDA", "1")]).pair().unwrap();
+    let pair = World::new(&[("FAKE_VLLM_CUDA", "1")]).pair(None).unwrap();
     let mut smaller = parent();
     smaller.blocks.truncate(3);
     for (architecture, measured, attention) in [(parent(), &pair.parent, 3), (smaller, &pair.candidate, 2)] {
@@ -45,9 +45,9 @@ fn on_a_gpu_memory_is_also_what_opening_kept_what_serving_took_and_the_process_o
 
 #[test]
 fn runs_beside_others_are_told_as_such() {
-    assert!(World::new(&[]).pair().unwrap().disturbed.abs() < f64::EPSILON);
-    let waited = World::new(&[("FAKE_VLLM_BUSY", "4-11")]).pair().unwrap();
+    assert!(World::new(&[]).pair(None).unwrap().disturbed.abs() < f64::EPSILON);
+    let waited = World::new(&[("FAKE_VLLM_BUSY", "4-11")]).pair(None).unwrap();
     assert!(waited.disturbed.abs() < f64::EPSILON, "they were waited for");
-    let kept = World::new(&[("FAKE_VLLM_BUSY", "4-")]).pair().unwrap();
+    let kept = World::new(&[("FAKE_VLLM_BUSY", "4-")]).pair(None).unwrap();
     assert!(kept.disturbed > 0.7, "{}", kept.disturbed);
 }
