@@ -10,6 +10,7 @@ mod html;
 mod plans;
 #[cfg(test)]
 mod sample;
+mod serving;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -23,7 +24,8 @@ use serde::Serialize;
 
 use crate::pipeline::{Outcome, ProfileOutcome};
 
-/// Writes `report.json`, `report.html` and the cost table into `directory`, each whole or not at all.
+/// Writes `report.json`, `report.html` and the cost table into `directory`, and beside the exported weights a `README.md` that
+/// says how to serve them, each whole or not at all.
 ///
 /// # Errors
 /// When a file cannot be written, for example on a full disk.
@@ -31,6 +33,14 @@ pub fn write(outcome: &Outcome, directory: &Path) -> io::Result<()> {
     write_json(directory, "report.json", outcome)?;
     if let Some(table) = &outcome.cost_table {
         write_json(directory, "cost-table.json", table)?;
+    }
+    if let Some(readme) = serving::readme(outcome) {
+        let exported = Path::new(&outcome.export.directory).file_name();
+        let exported = exported.map(|name| directory.join(name));
+        // It lies there unless it was exported on another machine.
+        if let Some(exported) = exported.filter(|exported| exported.is_dir()) {
+            write_whole(&exported, "README.md", readme.as_bytes())?;
+        }
     }
     write_whole(directory, "report.html", html::page(outcome).as_bytes())
 }

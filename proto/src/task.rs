@@ -2,6 +2,7 @@
 
 mod engine;
 mod failure;
+mod serving;
 
 use std::fmt;
 
@@ -11,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 pub use engine::{Engine, VLLM};
 pub use failure::{Failure, FailureKind};
+pub use serving::Serving;
 
 /// Names an artifact by its content: lower-case hexadecimal BLAKE3.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -316,11 +318,11 @@ pub struct Check {
     pub architecture: Architecture,
     /// What to run.
     pub workload: Workload,
-    /// Alternations.
-    pub repeats: usize,
     /// Sequences of the candidate that run together, where fewer than the workload's requests do: the others wait.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub running: Option<usize>,
+    /// Alternations.
+    pub repeats: usize,
     /// What runs both.
     #[serde(default, skip_serializing_if = "Engine::is_builtin")]
     pub engine: Engine,
@@ -336,11 +338,11 @@ pub struct Verify {
     pub directory: String,
     /// What to run.
     pub workload: Workload,
-    /// Alternations.
-    pub repeats: usize,
     /// Sequences of the candidate that run together, where fewer than the workload's requests do: the others wait.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub running: Option<usize>,
+    /// Alternations.
+    pub repeats: usize,
     /// What runs both.
     #[serde(default, skip_serializing_if = "Engine::is_builtin")]
     pub engine: Engine,
@@ -358,6 +360,9 @@ pub struct MeasuredPair {
     /// The share of the runs that were taken while others used the processors, of the model with more of them.
     #[serde(default)]
     pub disturbed: f64,
+    /// How the candidate was served, where another program can serve it alike.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub serving: Option<Serving>,
 }
 
 /// Asks to distil a student from the parent.

@@ -295,6 +295,7 @@ proptest! {
         block in (0.0_f64..6.0, 0.0_f64..1.0),
         alone in (0.0_f64..4.0, 0.0_f64..0.5),
         is_hosted in prop::bool::ANY,
+        is_latency in prop::bool::ANY,
         throughput in 0.6_f64..2.5,
         latency in 0.3_f64..1.1,
         memory in 0.3_f64..1.1,
@@ -306,13 +307,15 @@ proptest! {
         let table = continuous(&times, host);
         let mut model = CostModel::new(&table, &WORKLOAD, &parent, f32(), None).unwrap();
         let whole = model.predict(&parent).unwrap().figures;
+        // Where a latency is limited all run together; the time of a token is that of any number.
+        let (timed, batches) = if is_latency { (Metric::Latency, 4..=4) } else { (Metric::PerToken, 1..=4) };
         // A hair looser than round, so that no sum lies exactly at a limit.
         let limits = [
-            (Metric::Latency, latency * 1.000_001),
+            (timed, latency * 1.000_001),
             (Metric::Throughput, throughput * 0.999_999),
             (Metric::Memory, memory * 1.000_001),
         ].map(|(metric, share)| AbsoluteLimit::new(metric, whole.get(metric).unwrap() * share));
-        let best = least_score(&parent, &variants, &scores, &mut model, &limits, 1..=4);
+        let best = least_score(&parent, &variants, &scores, &mut model, &limits, batches);
         // A margin is no part of what is asked here: a confidence of one half asks for none.
         let limits = limits.map(|limit| AbsoluteLimit {
             confidence: limit.metric.is_timed().then_some(0.5),

@@ -319,6 +319,8 @@ class FakePlatform:
             "captured": engine.graph_sizes if CUDA and fields["compiled"] else [],
             "async_scheduling": False,
             "threads": 1,
+            "serve_arguments": ["--max-num-seqs", str(fields["max_sequences"]), "--no-enable-prefix-caching"],
+            "serve_environment": {} if CUDA else {"OMP_NUM_THREADS": "1"},
             "seconds": 0.1,
         }
 

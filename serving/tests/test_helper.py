@@ -537,6 +537,15 @@ class WorksAhead(unittest.TestCase):
 
 
 class Pure(unittest.TestCase):
+    def test_what_was_freed_is_given_back_to_the_system(self):
+        taken = [b"x" * 60_000 for _ in range(3000)]
+        last = b"x" * 60_000
+        del taken
+        held = memory.resident()[0]
+        memory.trim()
+        self.assertGreater(held - memory.resident()[0], 100_000_000)
+        self.assertEqual(len(last), 60_000)
+
     def test_weights_are_told_from_a_flat_config_before_anything_is_loaded(self):
         shape = config(attention(), mlp(64))
         parameters = 64 * (2 * 100 + 2 * 32 * 3 + 3 * 64)

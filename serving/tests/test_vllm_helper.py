@@ -120,6 +120,28 @@ class Helper(unittest.TestCase):
         # VLLM_CPU_KVCACHE_SPACE would have made it a GiB.
         self.assertEqual(answer["kv_blocks"], (8 << 20) // answer["block_bytes"])
 
+    def test_a_server_takes_the_options_of_an_engine_as_it_tells_them(self):
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        options = {"max_tokens": 300, "max_sequences": 3, "max_context": 256, "kv_bytes": 8 << 20, "block_tokens": 32}
+        answer = self.open("a", attention(6, 2), mlp(160), **options)
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        found = parser.parse_args(["--model", "m", *answer["serve_arguments"]])
+        expected = {
+            "dtype": "float32",
+            "max_num_batched_tokens": 300,
+            "max_num_seqs": 3,
+            "max_model_len": 256,
+            "kv_cache_memory_bytes": 8 << 20,
+            "block_size": 32,
+            "enable_prefix_caching": False,
+            "enforce_eager": True,
+        }
+        self.assertEqual({key: getattr(found, key) for key in expected}, expected)
+        if self.hello["platform"] == "cpu":
+            self.assertEqual(answer["serve_environment"]["VLLM_CPU_OMP_THREADS_BIND"], "nobind")
+
     def test_a_shape_that_vllm_refuses_leaves_the_helper_and_other_engines_well(self):
         self.open("good", attention(3, 1), mlp(64))
         point = {"decode": {"context": 64, "sequences": 4}}

@@ -17,7 +17,7 @@ use std::fmt::Debug;
 use std::path::Path;
 
 use espalier_arch::Architecture;
-use espalier_proto::task::{ParentRef, Profile, Profiled};
+use espalier_proto::task::{ParentRef, Profile, Profiled, Serving};
 use espalier_search::{CostKey, Measurement, Workload};
 
 use crate::Result;
@@ -49,6 +49,9 @@ pub trait Engine {
 
     /// Bytes that the model takes under its workload: weights, state and activations.
     fn memory_bytes(&self, model: Opened) -> u64;
+
+    /// How another program serves the model just so; none where only this engine can.
+    fn serving(&self, model: Opened) -> Option<Serving>;
 }
 
 /// A model to measure.

@@ -1,7 +1,7 @@
 //! What a finished job has to tell: everything that `report.json` and `report.html` show.
 
 use espalier_arch::{Architecture, Candidate, Variant};
-use espalier_proto::task::{ArtifactId, Exported, Quality};
+use espalier_proto::task::{ArtifactId, Exported, Quality, Serving};
 use espalier_search::heterogeneous::FrontPoint;
 use espalier_search::uniform::GridPoint;
 use espalier_search::{Bound, CostKey, Measurement, Metric, Prediction, Score};
@@ -44,10 +44,27 @@ pub struct Outcome {
     pub grid: Vec<RankedPoint>,
     /// The directory as written.
     pub export: Exported,
+    /// How it was served while it was verified; none where no other program can serve it so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub serving: Option<Serving>,
+    /// `serving` as a line for a shell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub serve_command: Option<String>,
     /// Tokens and seconds of every stage, in the order of the pipeline.
     pub stages: Vec<StageCost>,
     /// What the reader should know: repeated measurements, corrected predictions, weights kept untrained.
     pub notes: Vec<String>,
+}
+
+impl Outcome {
+    /// Names the directory in which the export ends up, and so the line that serves it.
+    pub fn settle(&mut self, directory: String) {
+        self.export.directory = directory;
+        self.serve_command = self
+            .serving
+            .as_ref()
+            .map(|serving| serving.command(&self.export.directory));
+    }
 }
 
 /// What a job has to tell that was to measure its target and nothing else.
@@ -152,6 +169,9 @@ pub struct StrategyReport {
     pub parameters: u64,
     /// Parameters of its blocks.
     pub block_parameters: u64,
+    /// Sequences that run together, where fewer than the workload's requests do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub running: Option<usize>,
     /// What it will cost.
     pub prediction: Prediction,
     /// Measured with dummy weights, alternating with the parent.
@@ -169,9 +189,6 @@ pub struct StrategyReport {
     /// Tokens it was trained on.
     pub recovery_tokens: u64,
     /// Seconds that took, loading and evaluating aside.
-    /// Sequences that run together, where fewer than the workload's requests do.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub running: Option<usize>,
     #[serde(default)]
     pub recovery_seconds: f64,
     /// Whether training made it worse, so that untrained weights were kept.

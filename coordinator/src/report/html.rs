@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::format::{bound, duration, escape, metric, short, signed_percent};
-use super::{chart, table};
+use super::{chart, serving, table};
 use crate::pipeline::outcome::{Outcome, StrategyReport};
 
 const STYLE: &str = include_str!("style.css");
@@ -206,6 +206,18 @@ fn search(body: &mut String, outcome: &Outcome) {
         )
     });
     section(body, "Search and recovery", &lead, &content);
+}
+
+fn serve(body: &mut String, outcome: &Outcome) {
+    let Some(command) = &outcome.serve_command else {
+        return;
+    };
+    let remarks = serving::remarks(outcome).into_iter();
+    let remarks: String = remarks
+        .map(|remark| format!("<p>{}</p>", escape(remark)))
+        .collect();
+    let content = format!("<pre>{}</pre>{remarks}", escape(command));
+    section(body, "Serve it as it was measured", "", &content);
 }
 
 fn notes(body: &mut String, outcome: &Outcome) {

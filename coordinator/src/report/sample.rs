@@ -85,6 +85,8 @@ pub(super) fn outcome() -> Outcome {
             parameters: 99_000_000,
             needs_remote_code: true,
         },
+        serving: None,
+        serve_command: None,
         stages: stages(),
         notes: vec!["the first check missed by 3.1%; the table was corrected and solved again".into()],
     }
@@ -182,9 +184,9 @@ fn strategy(strategy: Strategy, before: Quality, after: Quality) -> StrategyRepo
         blocks,
         parameters: 99_000_000,
         block_parameters: 71_000_000,
+        running: None,
         prediction: prediction(775.0),
         checked: measurement(770.0),
-        running: None,
         rounds: 1,
         solved: (!uniform).then_some(SolverProof {
             score: 0.4449,

@@ -1,5 +1,9 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use std::collections::BTreeMap;
+
+use espalier_proto::task::Serving;
+
 use super::{html, sample, write};
 use crate::pipeline::Outcome;
 
@@ -39,6 +43,39 @@ fn the_page_loads_nothing_and_escapes_what_it_is_given() {
         !page.contains("NaN") && !page.contains("inf\""),
         "no figure is undefined"
     );
+}
+
+#[test]
+fn what_was_measured_in_vllm_can_be_served_by_a_line_in_the_report_the_page_and_beside_the_weights() {
+    let mut outcome = sample::outcome();
+    assert!(
+        !html(&outcome).contains("vllm serve"),
+        "another engine's job has none"
+    );
+    outcome.serving = Some(Serving {
+        arguments: ["--max-num-seqs", "4", "--enforce-eager"]
+            .map(str::to_owned)
+            .to_vec(),
+        environment: BTreeMap::from([("OMP_NUM_THREADS".to_owned(), "2".to_owned())]),
+    });
+    outcome.settle("/models/out/checkpoint".to_owned());
+    let line = "env -u VLLM_CPU_KVCACHE_SPACE OMP_NUM_THREADS=2 vllm serve /models/out/checkpoint --max-num-seqs 4 \
+                --enforce-eager";
+    let directory = tempfile::tempdir().unwrap();
+    let exported = directory.path().join("checkpoint");
+    std::fs::create_dir(&exported).unwrap();
+    write(&outcome, directory.path()).unwrap();
+    for (place, name) in [
+        (directory.path(), "report.json"),
+        (directory.path(), "report.html"),
+        (exported.as_path(), "README.md"),
+    ] {
+        let text = std::fs::read_to_string(place.join(name)).unwrap();
+        assert!(text.contains(line), "{name}");
+        assert!(name == "report.json" || text.contains("eager"), "{name} says why");
+    }
+    let readme = std::fs::read_to_string(exported.join("README.md")).unwrap();
+    assert!(readme.contains("| Latency | 768.0 ms | 781.5 ms |"), "{readme}");
 }
 
 #[test]

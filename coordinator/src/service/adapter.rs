@@ -96,7 +96,7 @@ impl Planner for PipelinePlanner {
         self.tell_known(&spec, &mut plan);
         let place = Place::of(&spec);
         if let Some(mut outcome) = plan.finished {
-            outcome.export.directory = place.settled(&outcome.export.directory);
+            outcome.settle(place.settled(&outcome.export.directory));
             return Ok(Planned::Outcome(write(outcome.as_ref())?));
         }
         if let Some(outcome) = plan.profiled {

@@ -35,6 +35,11 @@ DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_MODULE_LOADING": "LAZY",
 }
+# Options that say where a model comes from. The others are how it is measured, and anybody can serve it with them.
+SOURCE = ("load_format", "skip_tokenizer_init", "trust_remote_code")
+# What a CPU engine's threads hang on, and its allocator, as this process was started: vLLM changes the latter.
+CPU_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
+PRELOAD = os.environ.get("LD_PRELOAD", "")
 
 
 def prepare_environment(environment):
@@ -103,10 +108,7 @@ class Platform:
         }
 
     def memory(self):
-        if not self.cuda:
-            return None
-        gc.collect()
-        return device.take_memory(self.alone)
+        return device.take_memory(self.alone) if self.cuda else None
 
     def open(self, fields, stage):
         """An engine and what is told of it."""
@@ -222,6 +224,7 @@ class Engine:
             options["block_size"] = fields["block_tokens"]
         if fields["graph_sizes"] is not None:
             options["compilation_config"] = {"cudagraph_capture_sizes": sorted(set(fields["graph_sizes"]))}
+        self.options = options
         with weights_counted(stage) as counted:
             self.llm = LLM(str(directory), **options)
         self.owner = owner
@@ -289,6 +292,8 @@ class Engine:
             "captured": self.captured_sizes(),
             "async_scheduling": self.ahead > 0,
             "threads": torch.get_num_threads(),
+            "serve_arguments": serve_arguments(self.options),
+            "serve_environment": {} if self.owner.cuda else cpu_variables(os.environ),
         }
 
     def captured_sizes(self):
@@ -373,6 +378,25 @@ class Engine:
         self.llm = self.llm_engine = self.scheduler = None
         self.owner.give_back()
         return {"seconds": round(time.perf_counter() - start, 3)}
+
+
+def serve_arguments(options):
+    """What follows `vllm serve DIRECTORY` where a server is to run as an engine with these options does."""
+    found = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if name in SOURCE:
+            continue
+        if isinstance(value, bool):
+            found.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            found += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return found
+
+
+def cpu_variables(environment):
+    found = {name: environment.get(name) for name in CPU_VARIABLES} | {"LD_PRELOAD": PRELOAD}
+    return {name: value for name, value in found.items() if value}
 
 
 def pool_bytes(layout):

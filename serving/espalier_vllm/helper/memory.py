@@ -132,7 +132,8 @@ def processor_name():
 
 
 def trim():
-    """Asks the C library to give free pages back to the system, where it can."""
-    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if release is not None:
-        release(0)
+    """Asks the allocators to give free pages back to the system: the C library's, and tcmalloc where it is preloaded."""
+    for name, arguments in (("malloc_trim", (0,)), ("MallocExtension_ReleaseFreeMemory", ())):
+        release = getattr(ctypes.CDLL(None), name, None)
+        if release is not None:
+            release(*arguments)

@@ -102,6 +102,8 @@ class Session:
         )
 
     def memory(self, _fields, _stage):
+        # What was freed and is kept would hide what the next to run takes.
+        self.platform.give_back()
         held, peak = self.peak.take()
         return {"pss_bytes": held, "peak_pss_bytes": peak, "device": self.platform.memory()}
 

@@ -78,5 +78,6 @@ fn alternate(
         candidate: of_candidate.measurement(engine.memory_bytes(candidate)),
         parent_drift: of_parent.drift(),
         disturbed: of_parent.disturbed().max(of_candidate.disturbed()),
+        serving: engine.serving(candidate),
     })
 }

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use espalier_arch::{Architecture, Precision};
 use espalier_model::checkpoint::Parent;
-use espalier_proto::task::{ParentRef, Profile, Profiled};
+use espalier_proto::task::{ParentRef, Profile, Profiled, Serving};
 use espalier_search::{CostKey, EngineMemory, Mode, Workload};
 
 pub use environment::Environment;
@@ -144,6 +144,7 @@ struct Whole {
     memory_bytes: u64,
     /// Beside weights, keys and values.
     other_bytes: u64,
+    serving: Serving,
 }
 
 impl InVllm<'_> {
@@ -173,8 +174,8 @@ impl InVllm<'_> {
             block_tokens: self.helper.hello.block_tokens.multiple,
             spare_blocks: models::SPARE_BLOCKS,
             steps_under_way: self.helper.hello.steps_under_way(),
-    }
         })
+    }
 
     /// Closes what was opened and keeps the helper for the next task. One that cannot close it is ended: what was
     /// measured is no less true for it. Where an error comes first the helper is dropped, and so ended, instead.
@@ -266,6 +267,10 @@ impl InVllm<'_> {
             .weight_bytes
             .saturating_add(opened.kv_bytes)
             .saturating_add(whole.other_bytes);
+        whole.serving = Serving {
+            arguments: opened.serve_arguments,
+            environment: opened.serve_environment,
+        };
         Ok(whole)
     }
 
@@ -321,8 +326,13 @@ impl InVllm<'_> {
 
     /// Bytes of a model that was just opened beside weights, keys and values, which are resident from the start: those
     /// that it takes while it serves, and, of a GPU, what else it keeps. `before` is what was held before it was opened.
+    ///
+    /// On a host, what the process makes once, for whichever model runs first, is no model's: only a second run is looked
+    /// at. What earlier runs and models have freed is given back when memory is asked for, so it hides nothing of this one.
     fn other_bytes(&mut self, whole: &Whole, before: &Memory, opened: &protocol::Opened) -> Result<u64> {
         let after = self.helper.memory(self.surroundings)?;
+        self.serve(whole, whole.workload.concurrency)?;
+        let warm = self.helper.memory(self.surroundings)?;
         self.serve(whole, whole.workload.concurrency)?;
         let served = self.helper.memory(self.surroundings)?;
         let (Some(before), Some(after), Some(served)) = (&before.device, after.device, &served.device) else {
@@ -332,8 +342,6 @@ impl InVllm<'_> {
         let outside = *self.helper.outside_bytes.get_or_insert_with(|| {
             if served.outside_bytes.is_none() {
                 tracing::warn!("others have memory of the device: the context's own is not counted");
-        let warm = self.helper.memory(self.surroundings)?;
-        self.serve(whole, whole.workload.concurrency)?;
             }
             served.outside_bytes.unwrap_or(0)
         });
@@ -361,6 +369,7 @@ impl Engine for InVllm<'_> {
             context: workload.prompt_tokens.saturating_add(workload.output_tokens),
             sequences: running.clamp(1, workload.concurrency),
             prompt: workload.prompt_tokens,
+            steps: self.helper.hello.steps_under_way(),
         };
         let (architecture, model) = resolved(model, self.precision, load.context)?;
         let whole = self.open_whole(Whole {
@@ -369,10 +378,9 @@ impl Engine for InVllm<'_> {
             model,
             load,
             workload: *workload,
-            steps: self.helper.hello.steps_under_way(),
             memory_bytes: 0,
             other_bytes: 0,
-            steps: self.helper.hello.steps_under_way(),
+            serving: Serving::default(),
         })?;
         self.open.push(whole);
         Ok(Opened::place(self.open.len() - 1))
@@ -404,6 +412,10 @@ impl Engine for InVllm<'_> {
 
     fn memory_bytes(&self, model: Opened) -> u64 {
         self.open.get(model.index()).map_or(0, |whole| whole.memory_bytes)
+    }
+
+    fn serving(&self, model: Opened) -> Option<Serving> {
+        self.open.get(model.index()).map(|whole| whole.serving.clone())
     }
 }
 

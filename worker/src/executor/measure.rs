@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use espalier_model::Model;
 use espalier_model::checkpoint::Parent;
-use espalier_proto::task::{Engine as Wanted, Profile, Profiled};
+use espalier_proto::task::{Engine as Wanted, Profile, Profiled, Serving};
 use espalier_search::{CostKey, Workload};
 
 use super::{Caches, Context};
@@ -147,6 +147,10 @@ impl Engine for Builtin<'_, '_> {
 
     fn memory_bytes(&self, model: Opened) -> u64 {
         self.benches.get(model.index()).map_or(0, Bench::memory_bytes)
+    }
+
+    fn serving(&self, _: Opened) -> Option<Serving> {
+        None
     }
 }
 

@@ -56,6 +56,7 @@ fn joined(kept: &Kept, measured: Profiled) -> Profiled {
 mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
     use espalier_arch::{Activation, Architecture, BlockShape, Family, Mlp};
+    use espalier_proto::task::Serving;
     use espalier_search::{CostKey, CostRow, Measurement, Mode, Point, Subject, Summary, Workload};
 
     use super::*;
@@ -131,6 +132,10 @@ mod tests {
 
         fn memory_bytes(&self, _: Opened) -> u64 {
             0
+        }
+
+        fn serving(&self, _: Opened) -> Option<Serving> {
+            None
         }
     }
 

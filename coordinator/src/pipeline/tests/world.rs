@@ -172,6 +172,7 @@ impl World {
             candidate: measurement(candidate, self.pace * self.bias * slower),
             parent_drift,
             disturbed: self.disturbed,
+            serving: None,
         }))
     }
 
@@ -273,7 +274,6 @@ impl World {
     }
 
     pub(super) fn run(&mut self, spec: &JobSpec) -> std::result::Result<Outcome, PlanError> {
-        let mut results = Results::default();
         self.run_with(spec, Self::answer)
     }
 
@@ -283,6 +283,7 @@ impl World {
         spec: &JobSpec,
         mut answer: impl FnMut(&mut Self, &TaskSpec, &mut Option<Architecture>) -> TaskOutput,
     ) -> std::result::Result<Outcome, PlanError> {
+        let mut results = Results::default();
         let mut exported = None;
         let mut running: Vec<PlannedStage> = Vec::new();
         for _ in 0..100 {

@@ -168,6 +168,12 @@ pub(super) struct Opened {
     /// Threads it computes with.
     #[serde(default)]
     pub threads: usize,
+    /// What follows `vllm serve DIRECTORY` where a server is to run as this engine does.
+    #[serde(default)]
+    pub serve_arguments: Vec<String>,
+    /// Variables that decide the same.
+    #[serde(default)]
+    pub serve_environment: BTreeMap<String, String>,
     pub seconds: f64,
 }
 

@@ -51,3 +51,59 @@ fn runs_beside_others_are_told_as_such() {
     let kept = World::new(&[("FAKE_VLLM_BUSY", "4-")]).pair(None).unwrap();
     assert!(kept.disturbed > 0.7, "{}", kept.disturbed);
 }
+
+#[test]
+fn fewer_running_together_take_less_room_and_the_others_wait() {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let world = World::new(&[("FAKE_VLLM_LOG", &log.path().display().to_string())]);
+    let (both, one) = (world.pair(None).unwrap(), world.pair(Some(1)).unwrap());
+    // Alone a prompt takes less than two together, but the median of two has waited for half of the other's course.
+    let waited = one.candidate.first_token_ms.median / both.candidate.first_token_ms.median;
+    assert!(waited > 1.1, "{waited}");
+    let asked = fs::read_to_string(log.path()).unwrap();
+    let asked = asked.lines().map(|line| serde_json::from_str(line).unwrap());
+    let asked: Vec<serde_json::Value> = asked.collect();
+    let opened: Vec<(u64, u64)> = asked
+        .iter()
+        .filter_map(|line| line.get("open"))
+        .map(|open| {
+            (
+                open["max_sequences"].as_u64().unwrap(),
+                open["kv_bytes"].as_u64().unwrap(),
+            )
+        })
+        .collect();
+    // Blocks of 32 tokens, 3 for each sequence and the null block; 2 × 64 × 2 bytes a token in each block of attention.
+    let state =
+        |sequences: u64, attention: u64| (sequences, (3 * sequences + 1) * 32 * 2 * 64 * 2 * attention);
+    assert_eq!(opened, [state(2, 3), state(2, 2), state(2, 3), state(1, 2)]);
+    let offered = asked.iter().filter_map(|line| line.get("serve"));
+    for serve in offered {
+        assert_eq!(
+            serve["workload"]["concurrency"], 2,
+            "the workload offers all requests"
+        );
+    }
+}
+
+#[test]
+fn a_model_is_told_as_anybody_can_serve_it_and_its_memory_is_looked_at_once_it_has_run() {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let world = World::new(&[("FAKE_VLLM_LOG", &log.path().display().to_string())]);
+    let serving = world.pair(Some(1)).unwrap().serving.unwrap();
+    assert_eq!(
+        serving.arguments,
+        ["--max-num-seqs", "1", "--no-enable-prefix-caching"]
+    );
+    assert_eq!(serving.environment["OMP_NUM_THREADS"], "1");
+    let asked = fs::read_to_string(log.path()).unwrap();
+    let verbs = asked.lines().filter_map(|line| {
+        let verbs = ["open", "serve", "memory"].into_iter();
+        verbs
+            .into_iter()
+            .find(|verb| line.contains(&format!("\"{verb}\"")))
+    });
+    let verbs: Vec<&str> = verbs.collect();
+    let opening = ["memory", "open", "memory", "serve", "memory", "serve", "memory"];
+    assert_eq!(verbs[..14], [opening, opening].concat());
+}

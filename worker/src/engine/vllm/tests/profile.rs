@@ -145,7 +145,7 @@ fn one_that_the_system_kills_is_started_again_with_fewer_engines() {
     let log = tempfile::NamedTempFile::new().unwrap();
     let world = World::new(&[]);
     let once = world.directory.path().join("once");
-    for wrong in ["steps:9=die", "open:4=die", "serve:2=out_of_memory"] {
+    for wrong in ["steps:9=die", "open:4=die", "serve:3=out_of_memory"] {
         let mut options = world.options.clone();
         options.variables = [
             ("FAKE_VLLM", wrong),
