@@ -73,13 +73,19 @@ target:
 
     /// `espalier run` of the spec, with the Python where it is named and what goes wrong in its vLLM.
     fn run(&self, python: Option<&Path>, limits: &str, variables: &[(&str, &str)]) -> Output {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_espalier"));
-        command.arg("run").arg(self.spec(limits));
-        command.arg("--output-dir").arg(self.output());
+        let mut command = self.command(limits);
         if let Some(python) = python {
             command.arg("--vllm-python").arg(python);
         }
         command.envs(variables.iter().copied()).output().unwrap()
+    }
+
+    fn command(&self, limits: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_espalier"));
+        command.arg("run").arg(self.spec(limits));
+        command.arg("--output-dir").arg(self.output());
+        command.env("ESPALIER_CACHE_DIR", self.directory.path().join("cache"));
+        command
     }
 
     fn output(&self) -> PathBuf {
@@ -174,12 +180,8 @@ fn expect_soon(what: &str, mut is_so: impl FnMut() -> bool) {
 fn a_child_that_is_killed_takes_its_hung_vllm_with_it_and_the_job_goes_on() {
     let world = World::new(32);
     let once = world.directory.path().join("once");
-    let mut command = Command::new(env!("CARGO_BIN_EXE_espalier"));
+    let mut command = world.command("{latency: 75%}");
     command
-        .arg("run")
-        .arg(world.spec("{latency: 75%}"))
-        .arg("--output-dir")
-        .arg(world.output())
         .arg("--vllm-python")
         .arg(&world.python)
         .env("FAKE_VLLM", "steps:7=hang")

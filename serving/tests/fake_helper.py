@@ -37,6 +37,7 @@ Time passes as if it were slept. The environment says what else is different:
     FAKE_VLLM_NOISE    1: others take up to half of the processors; times up to twice as long, and `busy` says so
     FAKE_VLLM_BUSY     `3-8`: the third to the eighth request for times are answered as if others used half of the
                        processors, with times twice as long; without an end, `3-`, from the third on
+    FAKE_VLLM_LITTER   path of a file that is told where `litter` was left
     FAKE_VLLM_MIXING   0.1 means that a model with d different block shapes costs 1 + 0.1 × (d − 2) times the sum
     FAKE_VLLM_VERSION  the version it says it is, "0.32.0"
     FAKE_VLLM_CUDA     1: a GPU, with graphs. Its own time of a step is 60% of the above; by the clock a step of n blocks
@@ -426,6 +427,7 @@ def misbehave(what, channel, number):
         subprocess.Popen(["sleep", "600"])
     elif what == "litter":
         tempfile.mkstemp(prefix="vllm_dist_")
+        Path(os.environ["FAKE_VLLM_LITTER"]).write_text(tempfile.gettempdir())
     elif what == "closed":
         os.close(ANSWERS)
         while True:

@@ -118,11 +118,16 @@ fn an_error_leaves_no_process_behind_not_even_a_child_of_its_own() {
 
 #[test]
 fn what_it_wrote_in_passing_goes_with_it_and_what_it_compiled_stays() {
-    let world = World::new(&[("FAKE_VLLM", "steps:2=litter,steps:4=garbage")]);
+    let says = tempfile::NamedTempFile::new().unwrap();
+    let world = World::new(&[
+        ("FAKE_VLLM", "steps:2=litter,steps:4=garbage"),
+        ("FAKE_VLLM_LITTER", says.path().to_str().unwrap()),
+    ]);
     world.profile().unwrap_err();
-    let room = world.directory.path().join("rooms/0");
-    assert!(room.join("vllm").is_dir());
-    assert!(!room.join("tmp").exists());
+    let passing = fs::read_to_string(says.path()).unwrap();
+    assert!(passing.contains("espalier-vllm-"), "{passing}");
+    assert!(!Path::new(&passing).exists());
+    assert!(world.directory.path().join("rooms/0/vllm").is_dir());
 }
 
 #[test]
