@@ -50,12 +50,12 @@ fn espalier(arguments: &[&str]) -> Output {
 }
 
 fn run(spec: &Path, output: &Path) -> Output {
-    espalier(&[
-        "run",
-        spec.to_str().unwrap(),
-        "--output-dir",
-        output.to_str().unwrap(),
-    ])
+    run_with(spec, output, &[])
+}
+
+fn run_with(spec: &Path, output: &Path, more: &[&str]) -> Output {
+    let (spec, output) = (spec.to_str().unwrap(), output.to_str().unwrap());
+    espalier(&[&["run", spec, "--output-dir", output], more].concat())
 }
 
 fn stderr(output: &Output) -> String {
@@ -115,6 +115,73 @@ fn a_job_on_the_tiny_parent_meets_its_limits_and_wins_quality_back() {
     );
 
     the_checkpoint_is_whole(&outcome.join("checkpoint"), &report);
+}
+
+/// Bytes of six tenths of the tiny parent's parameters in f32.
+const SIX_TENTHS: &str = "1698740B";
+
+#[test]
+fn a_job_whose_device_has_room_for_six_tenths_of_the_parent_ends_with_a_verified_report() {
+    let directory = tempfile::tempdir().unwrap();
+    let spec = write_spec(
+        directory.path(),
+        "{latency: 60s, memory: 3MiB, block_parameters: 45%}",
+    );
+    // A recovery needs a device for each stage of the parent.
+    let text = fs::read_to_string(&spec).unwrap();
+    fs::write(
+        &spec,
+        text.replace("recovery_tokens: 65536", "recovery_tokens: 0"),
+    )
+    .unwrap();
+    let outcome = directory.path().join("out");
+    let ended = run_with(&spec, &outcome, &["--device-memory", SIX_TENTHS]);
+    assert!(ended.status.success(), "{}", stderr(&ended));
+    let report: Value = serde_json::from_slice(&fs::read(outcome.join("report.json")).unwrap()).unwrap();
+    let shortage = &report["parent"]["measurement"];
+    assert_eq!(shortage["free_bytes"], 1_698_740);
+    assert!(
+        shortage["needed_bytes"].as_u64().unwrap() > 4 * 707_808,
+        "{shortage}"
+    );
+    assert!(
+        report["parent"]["prediction"]["figures"]["latency_ms"]
+            .as_f64()
+            .unwrap()
+            > 0.0
+    );
+    for limit in report["limits"].as_array().unwrap() {
+        assert_eq!(limit["verified"]["inside"], true, "{limit}");
+        let is_counted = limit["metric"] == "block_parameters";
+        assert_eq!(limit["verified"].get("parent").is_some(), is_counted, "{limit}");
+    }
+    let why = "the parent does not fit this device (needs ";
+    let page = fs::read_to_string(outcome.join("report.html")).unwrap();
+    let table = String::from_utf8(ended.stdout).unwrap();
+    assert!(page.contains(why) && table.contains(why), "{table}");
+    assert!(
+        page.contains("ms predicted") && table.contains("ms predicted"),
+        "{table}"
+    );
+    the_checkpoint_is_whole(&outcome.join("checkpoint"), &report);
+}
+
+#[test]
+fn a_share_of_a_parent_that_has_no_room_is_refused_and_an_absolute_limit_asked_for() {
+    let directory = tempfile::tempdir().unwrap();
+    let spec = write_spec(directory.path(), "{latency: 75%}");
+    let outcome = directory.path().join("out");
+    let ended = run_with(&spec, &outcome, &["--device-memory", SIX_TENTHS]);
+    assert!(!ended.status.success());
+    let said = stderr(&ended);
+    for part in [
+        "target.limits.latency: 75% is a share of what the parent measures",
+        "the parent does not fit this device (needs ",
+        "give an absolute limit (",
+    ] {
+        assert!(said.contains(part), "{said}");
+    }
+    assert!(!outcome.exists());
 }
 
 /// The verify stage has loaded and measured it; this holds what was written against what the report says.

@@ -103,7 +103,7 @@ pub(crate) enum Command {
         /// The device.
         #[arg(long, default_value = "cpu")]
         device: espalier_model::Device,
-        /// Bytes of a GPU that tensors may take.
+        /// Bytes of a GPU that tensors may take; of the processor's memory, that a parent's weights may.
         #[arg(long)]
         memory_limit: Option<u64>,
         /// After how long without a sign of life an attempt is killed.
@@ -130,11 +130,11 @@ pub(crate) enum DeviceCommand {
     },
 }
 
-/// What is taken of a GPU.
+/// What is taken of a device.
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct GpuShare {
     /// Most that tensors may take of each GPU, such as 20GiB. Default: what is free when its process opens it, less 1
-    /// GiB.
+    /// GiB. Of a processor's memory, most that a parent's weights may take. Default: all.
     #[arg(long, env = "ESPALIER_DEVICE_MEMORY", value_parser = bytes, value_name = "BYTES")]
     pub device_memory: Option<u64>,
 }

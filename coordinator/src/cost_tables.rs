@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use espalier_proto::task::{Profile, Profiled};
 use espalier_search::{
-    CostKey, CostRow, CostTable, EngineMemory, Kept, Measurement, Subject, Workload, merged,
+    CostKey, CostRow, CostTable, EngineMemory, Kept, Subject, WholeParent, Workload, merged,
 };
 use serde::{Deserialize, Serialize};
 
@@ -38,12 +38,12 @@ pub struct KeptTable {
     /// What the engine needs and rounds, where it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<EngineMemory>,
-    /// Models measured whole.
+    /// Models measured whole, or found to have no room.
     #[serde(default)]
     pub parents: Vec<KeptParent>,
 }
 
-/// A model that was measured whole.
+/// A model that was measured whole, or was too large for that.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KeptParent {
@@ -51,8 +51,8 @@ pub struct KeptParent {
     pub block_parameters: u64,
     /// Under which workload.
     pub workload: Workload,
-    /// What was measured.
-    pub measurement: Measurement,
+    /// What was measured, or why nothing was.
+    pub measurement: WholeParent,
 }
 
 /// What every file of a cost table begins with.
@@ -138,28 +138,33 @@ impl KeptTable {
 
     /// A model of so many parameters in its blocks, measured under this workload, or else under another.
     pub fn parent(&self, block_parameters: u64, workload: &Workload) -> Option<&KeptParent> {
-        let mut alike = self
-            .parents
-            .iter()
-            .filter(|parent| parent.block_parameters == block_parameters);
+        let mut alike = self.parents.iter().filter(|parent| {
+            parent.block_parameters == block_parameters && parent.measurement.measured().is_some()
+        });
         let first = alike.clone().next();
         alike.find(|parent| parent.workload == *workload).or(first)
     }
 
     /// This table with what `newer` says anew.
     fn merged(&self, newer: &Self) -> Self {
-        let again = |parent: &KeptParent| {
-            let mut parents = newer.parents.iter();
-            parents
-                .any(|new| new.block_parameters == parent.block_parameters && new.workload == parent.workload)
+        let same = |one: &KeptParent, other: &KeptParent| {
+            one.block_parameters == other.block_parameters && one.workload == other.workload
         };
-        let left = self.parents.iter().filter(|parent| !again(parent)).cloned();
+        // What was measured stays where there is less room now.
+        let is_known = |new: &KeptParent| {
+            let mut kept = self.parents.iter();
+            new.measurement.measured().is_none()
+                && kept.any(|kept| same(kept, new) && kept.measurement.measured().is_some())
+        };
+        let new: Vec<&KeptParent> = newer.parents.iter().filter(|new| !is_known(new)).collect();
+        let again = |parent: &KeptParent| new.iter().any(|new| same(new, parent));
+        let left = self.parents.iter().filter(|parent| !again(parent));
         Self {
             schema: COST_TABLE_SCHEMA,
             key: self.key.clone(),
             rows: merged(&self.rows, &newer.rows),
             memory: newer.memory.or(self.memory),
-            parents: left.chain(newer.parents.iter().cloned()).collect(),
+            parents: left.chain(new.iter().copied()).cloned().collect(),
         }
     }
 
@@ -181,7 +186,7 @@ impl KeptTable {
         (!rows.is_empty()).then(|| Kept {
             key: self.key.clone(),
             rows,
-            parent: parent.map(|parent| parent.measurement.clone()),
+            parent: parent.and_then(|parent| parent.measurement.measured().cloned()),
             memory: self.memory,
         })
     }

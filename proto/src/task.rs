@@ -7,7 +7,9 @@ mod serving;
 use std::fmt;
 
 use espalier_arch::{Architecture, BlockShape, Candidate, Variant};
-use espalier_search::{CostKey, CostRow, EngineMemory, Kept, Measurement, Point, Score, Workload};
+use espalier_search::{
+    CostKey, CostRow, EngineMemory, Kept, Measurement, Point, Score, WholeParent, Workload,
+};
 use serde::{Deserialize, Serialize};
 
 pub use engine::{Engine, VLLM};
@@ -241,8 +243,8 @@ pub struct Profiled {
     pub key: CostKey,
     /// One a shape and point, and the base at each point.
     pub rows: Vec<CostRow>,
-    /// The whole parent under the workload.
-    pub parent: Measurement,
+    /// The whole parent under the workload, or why it was not measured.
+    pub parent: WholeParent,
     /// What the engine needs and rounds, where it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<EngineMemory>,
@@ -348,15 +350,18 @@ pub struct Verify {
     pub engine: Engine,
 }
 
-/// Two models measured in alternation.
+/// Two models measured in alternation; the candidate alone where the parent has no room on the device, or none beside
+/// it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MeasuredPair {
-    /// The parent.
-    pub parent: Measurement,
+    /// The parent, or why it was not measured.
+    pub parent: WholeParent,
     /// The candidate.
     pub candidate: Measurement,
-    /// Largest drift of the parent's latency within the run, as a share of its median.
-    pub parent_drift: f64,
+    /// Largest drift of the parent's latency within the run, as a share of its median; of the candidate's own where the
+    /// parent was not measured.
+    #[serde(rename = "parent_drift")]
+    pub drift: f64,
     /// The share of the runs that were taken while others used the processors, of the model with more of them.
     #[serde(default)]
     pub disturbed: f64,

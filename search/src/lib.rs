@@ -7,6 +7,7 @@
 mod cost;
 mod error;
 pub mod estimate;
+mod figures;
 #[cfg(test)]
 mod fixtures;
 pub mod heterogeneous;
@@ -26,9 +27,10 @@ mod workload;
 
 pub use cost::{CostKey, CostRow, CostTable, EngineMemory, Mode, Point, Subject};
 pub use error::{Error, Result};
+pub use figures::Figures;
 pub use kept::{Kept, merged};
-pub use limit::{AbsoluteLimit, Bound, Figures, Limit, Limits, Metric};
-pub use measurement::{Measurement, Summary, Whole};
+pub use limit::{AbsoluteLimit, Bound, Limit, Limits, Metric};
+pub use measurement::{Measurement, Shortage, Summary, Whole, WholeParent};
 pub use memory::{MemoryModel, Windows, sequence_pages, step_tokens};
 pub use predict::{Corrections, CostModel, Costs, Prediction, parameters, points, running_points};
 pub use score::Score;

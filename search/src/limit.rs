@@ -14,7 +14,7 @@ use serde::de::{Error as _, MapAccess, Visitor};
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::{Error, Measurement, Prediction, Result};
+use crate::{Error, Figures, Prediction, Result};
 
 /// A prediction is a sum, and comes out a little different in another order: so much of a limit is no excess. The solver
 /// allows itself as much.
@@ -240,51 +240,6 @@ impl AbsoluteLimit {
             self.value / value
         } else {
             value / self.value
-        }
-    }
-}
-
-/// What one model has for each metric, in the metric's unit; none where it is not known.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Figures {
-    /// Milliseconds from the request to its last token.
-    pub latency_ms: Option<f64>,
-    /// Milliseconds to the first token.
-    pub first_token_ms: Option<f64>,
-    /// Milliseconds from one output token to the next.
-    pub per_token_ms: Option<f64>,
-    /// Output tokens a second over all requests.
-    pub throughput_tokens_per_second: Option<f64>,
-    /// Peak bytes.
-    pub memory_bytes: Option<f64>,
-    /// Parameters of the blocks.
-    pub block_parameters: Option<f64>,
-}
-
-impl Figures {
-    /// The medians of a measurement, with the number of parameters of the blocks.
-    #[allow(clippy::cast_precision_loss)] // bytes and parameters are far below 2^53
-    pub fn measured(measurement: &Measurement, block_parameters: u64) -> Self {
-        Self {
-            latency_ms: Some(measurement.latency_ms.median),
-            first_token_ms: Some(measurement.first_token_ms.median),
-            per_token_ms: Some(measurement.per_token_ms.median),
-            throughput_tokens_per_second: Some(measurement.throughput_tokens_per_second.median),
-            memory_bytes: Some(measurement.memory_bytes as f64),
-            block_parameters: Some(block_parameters as f64),
-        }
-    }
-
-    /// The figure of one metric, in its unit.
-    pub fn get(&self, metric: Metric) -> Option<f64> {
-        match metric {
-            Metric::Latency => self.latency_ms,
-            Metric::FirstToken => self.first_token_ms,
-            Metric::PerToken => self.per_token_ms,
-            Metric::Throughput => self.throughput_tokens_per_second,
-            Metric::Memory => self.memory_bytes,
-            Metric::BlockParameters => self.block_parameters,
         }
     }
 }

@@ -125,7 +125,7 @@ impl FromStr for Wanted {
 pub struct Shares {
     /// Threads of all of them together; 0 means one for each processor.
     pub threads: usize,
-    /// Bytes of each GPU that tensors may take; none: what is free when a child opens it, less a reserve.
+    /// As [`DeviceOptions::memory_limit`], of each.
     pub memory_limit: Option<u64>,
 }
 
@@ -179,7 +179,7 @@ pub fn choose(
         Some(gpu) => DeviceOptions::gpu(gpu, threads, shares.memory_limit),
         None => DeviceOptions {
             threads,
-            ..whole.clone()
+            ..whole.clone().with_memory_limit(shares.memory_limit)
         },
     };
     Ok(chosen.iter().map(device).collect())
@@ -337,6 +337,7 @@ mod tests {
         let unasked = || -> Result<Machine> { panic!("it is not asked for GPUs") };
         let chosen = choose(&[Wanted::Cpu], shares, unasked).unwrap();
         assert_eq!((chosen[0].kind.as_str(), chosen[0].threads), ("cpu", 9));
+        assert_eq!(chosen[0].memory_limit, Some(4 << 30));
     }
 
     #[test]

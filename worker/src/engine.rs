@@ -13,12 +13,12 @@ pub mod stacks;
 pub mod statistics;
 pub mod vllm;
 
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
 use std::path::Path;
 
 use espalier_arch::Architecture;
 use espalier_proto::task::{ParentRef, Profile, Profiled, Serving};
-use espalier_search::{CostKey, Measurement, Workload};
+use espalier_search::{CostKey, Measurement, Shortage, Workload};
 
 use crate::Result;
 use statistics::{drift, summary};
@@ -40,6 +40,38 @@ pub trait Engine {
     /// # Errors
     /// When the model cannot be run under that workload or with so many running, or there is no room for it.
     fn open(&mut self, model: &Subject<'_>, workload: &Workload, running: usize) -> Result<Opened>;
+
+    /// The same, where a device without room for it is an answer and no error: parents may be larger than any device.
+    ///
+    /// # Errors
+    /// When the model cannot be run for another reason.
+    fn open_where_it_fits(
+        &mut self,
+        model: &Subject<'_>,
+        workload: &Workload,
+        running: usize,
+    ) -> Result<std::result::Result<Opened, Shortage>> {
+        match self.open(model, workload, running) {
+            Err(error) if error.is_want_of_room() => {
+                let shortage = self.shortage(model, workload, running)?;
+                tracing::info!(%error, "{model} {shortage}: it is not measured");
+                Ok(Err(shortage))
+            }
+            opened => opened.map(Ok),
+        }
+    }
+
+    /// What a model that has no room needs under a workload with so many running, and what it could have taken.
+    ///
+    /// # Errors
+    /// When its shape cannot be read.
+    fn shortage(&self, model: &Subject<'_>, workload: &Workload, running: usize) -> Result<Shortage>;
+
+    /// Closes a model, so that others have its room.
+    ///
+    /// # Errors
+    /// When the engine is of no more use.
+    fn release(&mut self, model: Opened) -> Result<()>;
 
     /// Runs the workload once, undisturbed.
     ///
@@ -63,6 +95,18 @@ pub enum Subject<'a> {
     Parent(&'a ParentRef),
     /// As it was exported.
     Directory(&'a Path),
+}
+
+impl fmt::Display for Subject<'_> {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Shape(architecture) => {
+                write!(formatter, "a model of {} blocks", architecture.blocks.len())
+            }
+            Self::Parent(reference) => write!(formatter, "the parent {}", reference.source),
+            Self::Directory(directory) => write!(formatter, "{}", directory.display()),
+        }
+    }
 }
 
 /// A model that an engine has opened: its place among them.

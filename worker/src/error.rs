@@ -119,6 +119,17 @@ impl Error {
         self.failure().kind == FailureKind::RankLost
     }
 
+    /// Whether it tells that a model has no room on the device, and not that somebody else has taken it.
+    pub(crate) fn is_want_of_room(&self) -> bool {
+        use espalier_model::ops::cuda::Error as Cuda;
+        matches!(
+            self,
+            Self::NoRoom { .. }
+                | Self::Model(espalier_model::Error::Cuda(Cuda::OutOfMemory { .. }))
+                | Self::Vllm(crate::engine::vllm::Error::OutOfMemory { .. })
+        )
+    }
+
     /// What this means for trying again.
     pub fn failure(&self) -> Failure {
         let kind = match self {

@@ -297,7 +297,7 @@ fn a_profile_has_a_row_for_every_shape_and_the_base_at_every_point() {
     };
     assert_eq!(profiled.rows.len(), 6);
     assert!(profiled.rows.iter().any(|row| row.median_ms > 0.0));
-    assert_eq!(profiled.parent.latency_ms.samples.len(), 3);
+    assert_eq!(profiled.parent.measured().unwrap().latency_ms.samples.len(), 3);
     let check = Check {
         parent: architecture.clone(),
         architecture,
@@ -309,7 +309,10 @@ fn a_profile_has_a_row_for_every_shape_and_the_base_at_every_point() {
     let TaskOutput::Measured(pair) = bench.run(TaskSpec::Check(check)).unwrap() else {
         panic!("another output")
     };
-    assert_eq!(pair.parent.memory_bytes, pair.candidate.memory_bytes);
+    assert_eq!(
+        pair.parent.measured().unwrap().memory_bytes,
+        pair.candidate.memory_bytes
+    );
 }
 
 #[test]
@@ -375,7 +378,10 @@ fn recovery_lowers_the_held_out_divergence_and_resumes_to_the_bit() {
         repeats: 4,
         engine: Engine::Builtin,
     })) {
-        Ok(TaskOutput::Measured(pair)) => assert!(pair.candidate.memory_bytes < pair.parent.memory_bytes),
+        Ok(TaskOutput::Measured(pair)) => {
+            let parent = pair.parent.measured().unwrap();
+            assert!(pair.candidate.memory_bytes < parent.memory_bytes);
+        }
         other => panic!("{other:?}"),
     }
 }

@@ -135,9 +135,12 @@ fn one(
     let target = Target {
         table,
         memory: MemoryModel::unpaged(storage),
-        whole: parent.map(|parent| Whole {
-            measurement: &parent.measurement,
-            workload: &parent.workload,
+        whole: parent.and_then(|parent| {
+            let measurement = parent.measurement.measured()?;
+            Some(Whole {
+                measurement,
+                workload: &parent.workload,
+            })
         }),
         workload,
         limits,

@@ -47,7 +47,7 @@ fn outcome_table(outcome: &Outcome) -> String {
         let reading = &limit.verified;
         vec![
             limit.metric.to_string(),
-            limit.metric.display(reading.parent),
+            outcome.parent_figure(limit),
             limit.metric.display(reading.limit),
             limit.metric.display(reading.predicted),
             limit.metric.display(reading.value),

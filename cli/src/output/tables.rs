@@ -7,6 +7,14 @@ use serde_json::json;
 
 use super::Listing;
 
+/// Models that were measured whole, not those that had no room.
+fn measured_whole(table: &KeptTable) -> usize {
+    let parents = table.parents.iter();
+    parents
+        .filter(|parent| parent.measurement.measured().is_some())
+        .count()
+}
+
 /// Tables, one a row.
 pub(crate) fn tables(tables: &[KeptTable]) -> Listing {
     let row = |table: &KeptTable| {
@@ -20,12 +28,12 @@ pub(crate) fn tables(tables: &[KeptTable]) -> Listing {
             table.rows.len().to_string(),
             key.mode.to_string(),
             key.parallelism.to_string(),
-            table.parents.len().to_string(),
+            measured_whole(table).to_string(),
         ]
     };
     let value = |table: &KeptTable| {
         json!({
-            "id": table.id(), "key": table.key, "rows": table.rows.len(), "parents": table.parents.len(),
+            "id": table.id(), "key": table.key, "rows": table.rows.len(), "parents": measured_whole(table),
             "memory": table.memory,
         })
     };

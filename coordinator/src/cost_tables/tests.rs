@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use espalier_arch::Architecture;
-use espalier_search::{Mode, Point, Summary};
+use espalier_search::{Measurement, Mode, Point, Shortage, Summary};
 
 use super::*;
 
@@ -40,13 +40,13 @@ fn table(device: &str, rows: &[(usize, f64)]) -> KeptTable {
         parents: vec![KeptParent {
             block_parameters: 0,
             workload: workload(4),
-            measurement: Measurement {
+            measurement: WholeParent::Measured(Measurement {
                 latency_ms: summary.clone(),
                 first_token_ms: summary.clone(),
                 per_token_ms: summary.clone(),
                 throughput_tokens_per_second: summary,
                 memory_bytes: 7,
-            },
+            }),
         }],
     }
 }
@@ -112,6 +112,29 @@ fn rows_measured_again_replace_the_old_and_the_others_stay() {
     times.sort_by(f64::total_cmp);
     assert_eq!(times, [1.0, 5.0, 6.0]);
     assert_eq!(listed[0].parents.len(), 1);
+}
+
+#[test]
+fn a_table_of_a_parent_without_room_is_kept_and_puts_nothing_in_the_place_of_what_was_measured() {
+    let directory = tempfile::tempdir().unwrap();
+    let tables = CostTables::at(directory.path());
+    let measured = table("a", &[(4, 1.0)]);
+    let mut without = table("a", &[(4, 1.0)]);
+    without.parents[0].measurement = WholeParent::TooLarge(Shortage {
+        needed_bytes: 9,
+        free_bytes: 7,
+    });
+    assert!(tables.keep(&without).unwrap());
+    let known = tables.known(&profile(), "f32", "builtin");
+    assert!(known[0].rows.len() == 1 && known[0].parent.is_none());
+    let kept = |tables: &CostTables| tables.list().unwrap().0.remove(0);
+    assert_eq!(kept(&tables), without);
+    assert!(kept(&tables).parent(0, &workload(4)).is_none());
+
+    assert!(tables.keep(&measured).unwrap());
+    assert_eq!(kept(&tables), measured, "there was room this time");
+    assert!(!tables.keep(&without).unwrap());
+    assert_eq!(kept(&tables), measured);
 }
 
 #[test]

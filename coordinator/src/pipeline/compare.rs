@@ -2,10 +2,13 @@
 //!
 //! A machine is not equally fast at all times, so every measurement alternates with the parent. A share of the
 //! parent is a share of the parent *as measured there*; a prediction is scaled by how much the parent's own
-//! figure differs from when it was profiled. An absolute limit stands as it is.
+//! figure differs from when it was profiled. An absolute limit stands as it is. Where the parent has no room, or none beside
+//! the candidate, a prediction stands as it is too, and a share is of the parent as profiled, if that could be.
 
 use espalier_proto::task::MeasuredPair;
-use espalier_search::{Bound, Corrections, Figures, Limit, Limits, Measurement, Metric, Prediction};
+use espalier_search::{
+    Bound, Corrections, Figures, Limit, Limits, Measurement, Metric, Prediction, WholeParent,
+};
 
 use super::outcome::Reading;
 use super::{MOST_MISPREDICTION, Stage};
@@ -15,26 +18,24 @@ pub(super) fn reading(
     limit: &Limit,
     pair: &MeasuredPair,
     block_parameters: (u64, u64),
-    profiled: &Measurement,
+    profiled: &WholeParent,
     prediction: &Prediction,
 ) -> Option<Reading> {
     let metric = limit.metric;
     let (parent_parameters, candidate_parameters) = block_parameters;
-    let parent = Figures::measured(&pair.parent, parent_parameters);
+    let then = Figures::of_parent(profiled, parent_parameters);
+    let now = Figures::of_parent(&pair.parent, parent_parameters);
     let value = Figures::measured(&pair.candidate, candidate_parameters).get(metric)?;
-    let parent_now = parent.get(metric)?;
-    let parent_then = Figures::measured(profiled, parent_parameters).get(metric)?;
-    let pace = if metric.is_timed() {
-        ratio(parent_now, parent_then)
-    } else {
-        1.0
+    let pace = match (now.get(metric), then.get(metric)) {
+        (Some(now), Some(then)) if metric.is_timed() => ratio(now, then),
+        _ => 1.0,
     };
     let predicted = prediction.figures.get(metric)? * pace;
-    let absolute = limit.resolve(&parent).ok()?;
+    let absolute = limit.resolve(&now).or_else(|_| limit.resolve(&then)).ok()?;
     Some(Reading {
         value,
         spread: spread(&pair.candidate, metric),
-        parent: parent_now,
+        parent: now.get(metric),
         limit: absolute.value,
         predicted,
         error: ratio(value, predicted) - 1.0,
@@ -67,23 +68,20 @@ pub(super) fn corrections(
     before: Corrections,
     limits: &Limits,
     pair: &MeasuredPair,
-    profiled: &Measurement,
+    profiled: &WholeParent,
     prediction: &Prediction,
     waits: f64,
 ) -> Corrections {
     let absolute = limits
         .iter()
         .any(|limit| limit.metric.is_timed() && matches!(limit.bound, Bound::Absolute(_)));
-    let pace = |part: &dyn Fn(&Measurement) -> f64| {
-        if absolute {
-            1.0
-        } else {
-            ratio(part(&pair.parent), part(profiled))
-        }
-    };
     let first = |measurement: &Measurement| measurement.first_token_ms.median;
     let later = |measurement: &Measurement| (measurement.latency_ms.median - first(measurement)).max(0.0);
     let turnover = |measurement: &Measurement| 1.0 / measurement.throughput_tokens_per_second.median;
+    let pace = |part: &dyn Fn(&Measurement) -> f64| match (pair.parent.measured(), profiled.measured()) {
+        (Some(now), Some(then)) if !absolute => ratio(part(now), part(then)),
+        _ => 1.0,
+    };
     let figures = &prediction.figures;
     let predicted_first = figures.first_token_ms.unwrap_or(0.0);
     let predicted_later = figures.latency_ms.unwrap_or(0.0) - predicted_first;

@@ -3,8 +3,8 @@
 use espalier_arch::{Architecture, Storage};
 use espalier_proto::task::{Ingested, MeasuredPair, ParentRef, Profiled, TaskOutput};
 use espalier_search::{
-    AbsoluteLimit, Corrections, CostModel, CostTable, Figures, MemoryModel, Score, Space, Whole, Workload,
-    parameters,
+    AbsoluteLimit, Corrections, CostModel, CostTable, Figures, Limit, MemoryModel, Score, Shortage, Space,
+    Whole, Workload, parameters,
 };
 
 use super::{MOST_DISTURBED, MOST_DRIFT, PlanError, Results, Stage};
@@ -177,17 +177,18 @@ impl<'a> Context<'a> {
             &self.workload(),
             parent,
             self.memory(),
-            Some(self.whole(profiled)),
+            self.whole(profiled),
         )?;
         Ok(model.corrected(corrections)?)
     }
 
-    /// The parent as profiled, under the job's workload.
-    pub(super) fn whole(&self, profiled: &'a Profiled) -> Whole<'a> {
-        Whole {
-            measurement: &profiled.parent,
+    /// The parent as profiled, under the job's workload; none where the device had no room for it.
+    pub(super) fn whole(&self, profiled: &'a Profiled) -> Option<Whole<'a>> {
+        let measurement = profiled.parent.measured()?;
+        Some(Whole {
+            measurement,
             workload: &self.spec.target.workload,
-        }
+        })
     }
 
     /// Whether the machine was too busy for this measurement to say whether the limits are met. Memory and
@@ -200,17 +201,52 @@ impl<'a> Context<'a> {
                 .iter()
                 .any(|limit| limit.metric.is_timed())
         };
-        (pair.parent_drift > MOST_DRIFT || pair.disturbed > MOST_DISTURBED) && timed()
+        (pair.drift > MOST_DRIFT || pair.disturbed > MOST_DISTURBED) && timed()
     }
 
     /// The limits against the parent as profiled.
+    ///
+    /// # Errors
+    /// When one is a share of what the parent measures, and it does not fit the device.
     pub(super) fn limits(
         &self,
         parent: &Architecture,
-        profiled: &Profiled,
+        profiled: &'a Profiled,
     ) -> Result<Vec<AbsoluteLimit>, PlanError> {
-        let figures = Figures::measured(&profiled.parent, block_parameters(parent));
-        Ok(self.spec.target.limits.resolve(&figures)?)
+        let figures = Figures::of_parent(&profiled.parent, block_parameters(parent));
+        let limits = self.spec.target.limits.iter();
+        limits
+            .map(
+                |limit| match (limit.resolve(&figures), profiled.parent.shortage()) {
+                    (Err(_), Some(shortage)) => Err(self.no_share(&limit, parent, profiled, shortage)),
+                    (resolved, _) => Ok(resolved?),
+                },
+            )
+            .collect()
+    }
+
+    /// Refuses a share of what could not be measured, and says what is predicted in its place.
+    fn no_share(
+        &self,
+        limit: &Limit,
+        parent: &Architecture,
+        profiled: &'a Profiled,
+        shortage: Shortage,
+    ) -> PlanError {
+        let metric = limit.metric;
+        let model = self.cost_model(parent, profiled, Corrections::default());
+        let predicted = model.and_then(|model| Ok(model.predict(parent)?));
+        let predicted = predicted
+            .ok()
+            .and_then(|prediction| prediction.figures.get(metric))
+            .map_or_else(String::new, |value| {
+                format!(" ({} is predicted of the parent)", metric.display(value))
+            });
+        PlanError::Invalid(format!(
+            "target.limits.{metric}: {} is a share of what the parent measures, and the parent does not fit this device \
+             ({shortage}); give an absolute limit{predicted}",
+            limit.to_text()
+        ))
     }
 }
 

@@ -35,7 +35,7 @@ pub enum PlanError {
     },
     /// Measurements scatter too widely to tell.
     #[error(
-        "{stage}: too noisy, {measurements} times in a row: the parent's own time drifted by {:.1}% within one \
+        "{stage}: too noisy, {measurements} times in a row: one model's own time drifted by {:.1}% within a \
          measurement, at most {:.0}% allowed, and {:.0}% of the times were taken while others used the processors, at \
          most {:.0}% allowed; run on a quieter machine",
         drift * 100.0,

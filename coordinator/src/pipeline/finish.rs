@@ -284,7 +284,7 @@ impl<'a> Tail<'a> {
                 if last {
                     return Err(PlanError::TooNoisy {
                         stage,
-                        drift: pair.parent_drift,
+                        drift: pair.drift,
                         disturbed: pair.disturbed,
                         measurements: round,
                     });

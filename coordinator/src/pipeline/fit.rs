@@ -190,7 +190,7 @@ impl<'a> Fit<'a> {
                 if noisy >= MOST_NOISY {
                     return Err(PlanError::TooNoisy {
                         stage,
-                        drift: pair.parent_drift,
+                        drift: pair.drift,
                         disturbed: pair.disturbed,
                         measurements: noisy,
                     });

@@ -33,8 +33,8 @@ pub(super) fn refuse_uncovered(
         &context.workload(),
         parent,
         context.memory(),
-        Some(Whole {
-            measurement: &table.profile.parent,
+        table.profile.parent.measured().map(|measurement| Whole {
+            measurement,
             workload: &table.workload,
         }),
     )

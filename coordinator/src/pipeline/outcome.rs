@@ -4,7 +4,7 @@ use espalier_arch::{Architecture, Candidate, Variant};
 use espalier_proto::task::{ArtifactId, Exported, Quality, Serving};
 use espalier_search::heterogeneous::FrontPoint;
 use espalier_search::uniform::GridPoint;
-use espalier_search::{Bound, CostKey, Measurement, Metric, Prediction, Score};
+use espalier_search::{Bound, CostKey, Measurement, Metric, Prediction, Score, WholeParent};
 use serde::{Deserialize, Serialize};
 
 use super::{SolverProof, Stage};
@@ -65,6 +65,17 @@ impl Outcome {
             .as_ref()
             .map(|serving| serving.command(&self.export.directory));
     }
+
+    /// The parent's own figure beside a limit, for people; of one that was not measured what is predicted, and that it is.
+    pub fn parent_figure(&self, limit: &LimitReport) -> String {
+        let metric = limit.metric;
+        let predicted = self.parent.prediction.figures.get(metric);
+        match (limit.parent_measured(), predicted) {
+            (Some(measured), _) => metric.display(measured),
+            (None, Some(predicted)) => format!("{} predicted", metric.display(predicted)),
+            (None, None) => "not known".to_owned(),
+        }
+    }
 }
 
 /// What a job has to tell that was to measure its target and nothing else.
@@ -89,9 +100,9 @@ pub struct ParentReport {
     pub parameters: u64,
     /// Parameters of its blocks.
     pub block_parameters: u64,
-    /// Measured on the target when profiled.
-    pub measurement: Measurement,
-    /// What the cost table predicts of it: a test of additivity.
+    /// Measured on the target when profiled, or why it was not.
+    pub measurement: WholeParent,
+    /// What the cost table predicts of it: a test of additivity, and all that is known of one that was not measured.
     pub prediction: Prediction,
     /// Its quality on the held-out data.
     pub quality: Quality,
@@ -107,8 +118,9 @@ pub struct LimitReport {
     pub asked: Bound,
     /// In the metric's unit, against the parent as profiled.
     pub limit: f64,
-    /// The parent's own, as profiled.
-    pub parent: f64,
+    /// The parent's own, as profiled; none where the device had no room for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<f64>,
     /// Predicted from the cost table, corrections included, on the machine as it was when profiled.
     pub predicted: f64,
     /// Standard error of `predicted`.
@@ -120,6 +132,11 @@ pub struct LimitReport {
 }
 
 impl LimitReport {
+    /// The parent's own, measured beside the exported model or else when profiled.
+    pub fn parent_measured(&self) -> Option<f64> {
+        self.verified.parent.or(self.parent)
+    }
+
     /// Those of `limits` that the exported model was measured outside of, in words; empty when there is none.
     pub fn missed(limits: &[Self]) -> String {
         let outside = limits.iter().filter(|limit| !limit.verified.inside).map(|limit| {
@@ -135,7 +152,7 @@ impl LimitReport {
     }
 }
 
-/// One metric measured in alternation with the parent.
+/// One metric measured, in alternation with the parent where that has room.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Reading {
@@ -143,11 +160,12 @@ pub struct Reading {
     pub value: f64,
     /// Median absolute deviation of its repeats; 0 where nothing is timed.
     pub spread: f64,
-    /// The parent's median in the same run.
-    pub parent: f64,
-    /// The limit as it stands in this run: a share is of the parent as measured here.
+    /// The parent's median in the same run; none where the candidate was measured alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<f64>,
+    /// The limit as it stands in this run: a share is of the parent as measured here, or else as profiled.
     pub limit: f64,
-    /// The prediction, scaled by how much faster or slower the parent ran here than when profiled.
+    /// The prediction, scaled by how much faster or slower the parent ran here than when profiled, if it did.
     pub predicted: f64,
     /// `value / predicted − 1`.
     pub error: f64,
@@ -174,7 +192,7 @@ pub struct StrategyReport {
     pub running: Option<usize>,
     /// What it will cost.
     pub prediction: Prediction,
-    /// Measured with dummy weights, alternating with the parent.
+    /// Measured with dummy weights, alternating with the parent where that has room.
     pub checked: Measurement,
     /// Rounds of choosing and checking.
     pub rounds: u32,

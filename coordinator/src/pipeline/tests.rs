@@ -5,5 +5,6 @@ mod batching;
 mod checks;
 mod imported;
 mod servable;
+mod too_large;
 mod whole;
 mod world;

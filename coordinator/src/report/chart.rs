@@ -26,7 +26,7 @@ pub(super) fn limits(limits: &[LimitReport]) -> String {
     let shares = limits.iter().flat_map(|limit| {
         let (verified, checked) = (limit.verified, limit.checked);
         [
-            ratio(verified.parent, verified.limit),
+            ratio(limit.parent_measured().unwrap_or(0.0), verified.limit),
             ratio(verified.value, verified.limit),
             ratio(checked.value, checked.limit),
             ratio(verified.predicted, verified.limit),
@@ -57,21 +57,26 @@ pub(super) fn limits(limits: &[LimitReport]) -> String {
 fn limit_row(svg: &mut String, limit: &LimitReport, middle: f64, x: &impl Fn(f64) -> f64, right: f64) {
     let (verified, checked) = (limit.verified, limit.checked);
     let share = |value: f64| x(ratio(value, verified.limit));
-    let parent = share(verified.parent);
     let _ = write!(
         svg,
         "<text class=\"strong\" x=\"0\" y=\"{:.1}\">{}</text>\
-         <line class=\"axis\" x1=\"{:.1}\" x2=\"{right:.1}\" y1=\"{middle:.1}\" y2=\"{middle:.1}\"/>\
-         <rect class=\"parent-mark\" x=\"{:.1}\" y=\"{:.1}\" width=\"3\" height=\"16\"><title>parent {}</title></rect>\
-         <text text-anchor=\"middle\" x=\"{parent:.1}\" y=\"{:.1}\">parent</text>",
+         <line class=\"axis\" x1=\"{:.1}\" x2=\"{right:.1}\" y1=\"{middle:.1}\" y2=\"{middle:.1}\"/>",
         middle + 4.0,
         metric(limit.metric),
         x(0.0),
-        parent - 1.5,
-        middle - 8.0,
-        escape(&limit.metric.display(verified.parent)),
-        middle - 13.0,
     );
+    if let Some(measured) = limit.parent_measured() {
+        let parent = share(measured);
+        let _ = write!(
+            svg,
+            "<rect class=\"parent-mark\" x=\"{:.1}\" y=\"{:.1}\" width=\"3\" height=\"16\"><title>parent {}</title>\
+             </rect><text text-anchor=\"middle\" x=\"{parent:.1}\" y=\"{:.1}\">parent</text>",
+            parent - 1.5,
+            middle - 8.0,
+            escape(&limit.metric.display(measured)),
+            middle - 13.0,
+        );
+    }
     let _ = write!(
         svg,
         "<circle class=\"hollow\" cx=\"{:.1}\" cy=\"{middle:.1}\" r=\"7\"><title>predicted {}</title></circle>",

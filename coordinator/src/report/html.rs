@@ -81,11 +81,18 @@ fn facts(body: &mut String, outcome: &Outcome) {
     let mut shown = Vec::new();
     if let Some(limit) = outcome.limits.first() {
         let verified = &limit.verified;
-        shown.push((
-            metric(limit.metric),
-            signed_percent(verified.value / verified.parent - 1.0),
-            format!("against the parent, {}", limit.metric.display(verified.parent)),
-        ));
+        shown.push(match limit.parent_measured() {
+            Some(parent) => (
+                metric(limit.metric),
+                signed_percent(verified.value / parent - 1.0),
+                format!("against the parent, {}", limit.metric.display(parent)),
+            ),
+            None => (
+                metric(limit.metric),
+                limit.metric.display(verified.value),
+                format!("parent: {}", outcome.parent_figure(limit)),
+            ),
+        });
         shown.push((
             "Prediction missed by",
             signed_percent(verified.error),
@@ -117,9 +124,16 @@ fn facts(body: &mut String, outcome: &Outcome) {
 
 fn limits(body: &mut String, outcome: &Outcome) {
     let workload = &outcome.spec.target.workload;
+    let how = match outcome.parent.measurement.shortage() {
+        None => "measured in alternation with the parent, the limit and the prediction following the parent's own time in \
+                 that run"
+            .to_owned(),
+        Some(shortage) => format!(
+            "measured alone, because the parent does not fit this device ({shortage}): what is said of it is predicted"
+        ),
+    };
     let lead = format!(
-        "{} prompt and {} output tokens, {} at once{}, on {} ({} {}, {}). Every figure as a share of its limit; \
-         measured in alternation with the parent, the limit and the prediction following the parent's own time in that run.",
+        "{} prompt and {} output tokens, {} at once{}, on {} ({} {}, {}). Every figure as a share of its limit; {how}.",
         workload.prompt_tokens,
         workload.output_tokens,
         workload.concurrency,
@@ -136,7 +150,7 @@ fn limits(body: &mut String, outcome: &Outcome) {
     let content = format!(
         "{}{legend}{}",
         chart::limits(&outcome.limits),
-        table::limits(&outcome.limits)
+        table::limits(outcome)
     );
     section(body, "Limits", &lead, &content);
 }

@@ -12,7 +12,7 @@ use espalier_arch::{
 };
 use espalier_proto::task::{Benchmark, Exported, Quality};
 use espalier_search::heterogeneous::FrontPoint;
-use espalier_search::{Bound, CostKey, Figures, Measurement, Metric, Mode, Prediction, Summary};
+use espalier_search::{Bound, CostKey, Figures, Measurement, Metric, Mode, Prediction, Summary, WholeParent};
 
 use crate::pipeline::outcome::{
     BlockReport, LimitReport, OUTCOME_SCHEMA, Outcome, ParentReport, Reading, StageCost, StrategyReport,
@@ -39,7 +39,7 @@ pub(super) fn outcome() -> Outcome {
             architecture: architecture(),
             parameters: 134_515_008,
             block_parameters: 106_202_880,
-            measurement: measurement(1042.0),
+            measurement: WholeParent::Measured(measurement(1042.0)),
             prediction: prediction(1042.0),
             quality: quality(0.0, 22.84, 0.479),
         },
@@ -243,7 +243,7 @@ fn limit(metric: Metric, share: f64, limit: f64, parent: f64, value: f64) -> Lim
     let reading = |value: f64| Reading {
         value,
         spread: value * 0.01,
-        parent,
+        parent: Some(parent),
         limit,
         predicted: value * 0.985,
         error: 1.0 / 0.985 - 1.0,
@@ -253,7 +253,7 @@ fn limit(metric: Metric, share: f64, limit: f64, parent: f64, value: f64) -> Lim
         metric,
         asked: Bound::ShareOfParent(share),
         limit,
-        parent,
+        parent: Some(parent),
         predicted: value * 0.985,
         predicted_error: value * 0.01,
         checked: reading(value * 1.01),

@@ -6,12 +6,12 @@ use std::fmt::Write as _;
 use espalier_proto::task::Quality;
 
 use super::format::{bound, duration, escape, grouped, metric, short, signed_percent};
-use crate::pipeline::outcome::{LimitReport, Outcome};
+use crate::pipeline::outcome::Outcome;
 
 /// Asked, predicted, checked and measured of every limit.
-pub(super) fn limits(limits: &[LimitReport]) -> String {
+pub(super) fn limits(outcome: &Outcome) -> String {
     let mut rows = String::new();
-    for limit in limits {
+    for limit in &outcome.limits {
         let show = |value: f64| escape(&limit.metric.display(value));
         let verified = &limit.verified;
         let (class, verdict) = if verified.inside {
@@ -26,7 +26,7 @@ pub(super) fn limits(limits: &[LimitReport]) -> String {
             metric(limit.metric),
             escape(&bound(limit.metric, limit.asked)),
             show(verified.limit),
-            show(verified.parent),
+            escape(&outcome.parent_figure(limit)),
             show(verified.predicted),
             show(limit.checked.value),
             show(verified.value),

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use espalier_proto::task::Serving;
+use espalier_search::{Shortage, WholeParent};
 
 use super::{html, sample, write};
 use crate::pipeline::Outcome;
@@ -143,4 +144,25 @@ fn an_outcome_without_recovery_or_front_still_makes_a_page() {
     }
     let page = html(&outcome);
     assert!(page.contains("heterogeneous, before recovery") && !page.contains("after recovery"));
+}
+
+#[test]
+fn a_parent_without_room_is_said_to_have_none_and_its_figures_to_be_predicted() {
+    let mut outcome = sample::outcome();
+    outcome.parent.measurement = WholeParent::TooLarge(Shortage {
+        needed_bytes: 140 << 30,
+        free_bytes: 79 << 30,
+    });
+    for limit in &mut outcome.limits {
+        (limit.parent, limit.verified.parent, limit.checked.parent) = (None, None, None);
+    }
+    let page = html(&outcome);
+    for expected in [
+        "measured alone, because the parent does not fit this device (needs 140.0 GiB, has 79.0 GiB)",
+        "1042.0 ms predicted",
+    ] {
+        assert!(page.contains(expected), "{expected}");
+    }
+    assert!(!page.contains("in alternation") && !page.contains("class=\"parent-mark\""));
+    assert!(!page.contains("NaN") && !page.contains("inf\""));
 }

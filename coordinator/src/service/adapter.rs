@@ -187,6 +187,8 @@ struct Weights {
     parent: u64,
     /// Bytes of them that a child holds at the least when it streams the parent's blocks.
     streamed: u64,
+    /// Bytes of the exported model's; 0 before there is one.
+    exported: u64,
 }
 
 impl Weights {
@@ -199,13 +201,22 @@ impl Weights {
                 each,
                 parent: weight_bytes(&ingested.architecture, each),
                 streamed: streamed_bytes(&ingested.architecture, each),
+                exported: exported_parameters(results).saturating_mul(each),
             },
             _ => Self {
                 each,
                 parent: 0,
                 streamed: 0,
+                exported: 0,
             },
         }
+    }
+}
+
+fn exported_parameters(results: &Results) -> u64 {
+    match results.outputs(Stage::Export).and_then(<[TaskOutput]>::first) {
+        Some(TaskOutput::Export(exported)) => exported.parameters,
+        _ => 0,
     }
 }
 
@@ -229,9 +240,21 @@ fn streamed_bytes(architecture: &Architecture, each: u64) -> u64 {
 fn needs(spec: &TaskSpec, weights: Weights) -> Needs {
     let mut ample_bytes = 0;
     let memory_bytes = match spec {
-        // They have no weights on a device, or measure blocks on their own.
-        TaskSpec::Ingest(_) | TaskSpec::Profile(_) | TaskSpec::Export(_) => 0,
-        TaskSpec::Check(check) => weight_bytes(&check.parent, weights.each),
+        // They have no weights on a device.
+        TaskSpec::Ingest(_) | TaskSpec::Export(_) => 0,
+        // Where the parent has no room, blocks and candidates are measured without it.
+        TaskSpec::Profile(_) => {
+            ample_bytes = weights.parent;
+            0
+        }
+        TaskSpec::Check(check) => {
+            ample_bytes = weight_bytes(&check.parent, weights.each);
+            weight_bytes(&check.architecture, weights.each)
+        }
+        TaskSpec::Verify(_) => {
+            ample_bytes = weights.parent;
+            weights.exported
+        }
         TaskSpec::Calibrate(_)
         | TaskSpec::Sort(_)
         | TaskSpec::Score(_)
@@ -241,7 +264,6 @@ fn needs(spec: &TaskSpec, weights: Weights) -> Needs {
             ample_bytes = weights.parent;
             weights.streamed
         }
-        TaskSpec::Verify(_) => weights.parent,
         // A rank holds its stage alone; a gang of fewer ranks has as many stages.
         TaskSpec::Recover(recover) => weights
             .parent

@@ -272,7 +272,12 @@ impl Mesh {
                 return Err(self.nonsense(other, format!("it exchanges {length} bytes")));
             }
             while (place.len() as u64) < length {
-                place.extend(receive(other)?);
+                let piece = receive(other)?;
+                if piece.is_empty() {
+                    // As many of them as it likes would hold this rank for ever.
+                    return Err(self.nonsense(other, "a piece of nothing in an exchange".to_owned()));
+                }
+                place.extend(piece);
             }
             if place.len() as u64 > length {
                 return Err(self.nonsense(other, format!("more than the {length} bytes that it exchanges")));

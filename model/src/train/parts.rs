@@ -97,19 +97,26 @@ impl Parts {
     fn expect_all_of(&self, range: &Range<usize>) -> Result<()> {
         for spec in stage_specs(&self.architecture, range) {
             for state in STATES {
-                let name = format!("{state}/{}", spec.name);
-                let (mut next, end) = (0, usize::try_from(spec.elements()).unwrap_or(usize::MAX));
-                for (held, ..) in self.stretches.get(&name).into_iter().flatten() {
-                    if held.start <= next {
-                        next = next.max(held.end);
-                    }
-                }
-                if next < end {
-                    return Err(self.missing(name, next..end));
-                }
+                self.expect_whole(state, &spec)?;
             }
         }
         Ok(())
+    }
+
+    /// How many elements a tensor has, all of which the files hold in this state: no more than there are in them, whatever
+    /// the architecture says.
+    fn expect_whole(&self, state: &str, spec: &TensorSpec) -> Result<usize> {
+        let name = format!("{state}/{}", spec.name);
+        let (mut next, end) = (0, usize::try_from(spec.elements()).unwrap_or(usize::MAX));
+        for (held, ..) in self.stretches.get(&name).into_iter().flatten() {
+            if held.start <= next {
+                next = next.max(held.end);
+            }
+        }
+        match next < end {
+            true => Err(self.missing(name, next..end)),
+            false => Ok(end),
+        }
     }
 
     fn missing(&self, tensor: String, elements: Range<usize>) -> Error {
@@ -138,14 +145,18 @@ impl Parts {
     /// When the files do not hold all of them, or `path` cannot be written.
     pub fn save_model(&self, path: &Path) -> Result<()> {
         let [weights, ..] = STATES;
+        // Before anything is made as large as the architecture says.
+        for spec in self.architecture.tensors() {
+            self.expect_whole(weights, &spec)?;
+        }
         save_model(path, &self.architecture, |spec| self.whole(weights, spec))
     }
 
     /// One state of a whole tensor.
     fn whole(&self, state: &str, spec: &TensorSpec) -> Result<Vec<f32>> {
-        let (rows, columns) = matrix_shape(&spec.shape);
-        let mut values = vec![0.0; rows * columns];
-        self.read(state, spec, 0..rows * columns, &mut values)?;
+        let elements = self.expect_whole(state, spec)?;
+        let mut values = vec![0.0; elements];
+        self.read(state, spec, 0..elements, &mut values)?;
         Ok(values)
     }
 
@@ -185,8 +196,9 @@ impl Parts {
         operations: &dyn Operations,
     ) -> Result<StageWeights> {
         StageWeights::build(&self.architecture, range, |spec| {
+            let values = self.whole(state, spec)?;
             let (rows, columns) = matrix_shape(&spec.shape);
-            operations.upload(&self.whole(state, spec)?, rows, columns)
+            operations.upload(&values, rows, columns)
         })?
         .stacked(operations)
     }
@@ -224,5 +236,70 @@ fn no_files() -> Error {
         what: "files of a checkpoint",
         value: 0,
         expected: "at least 1".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+    use espalier_arch::Family;
+    use serde_json::json;
+
+    use super::*;
+    use crate::ops::cpu::CpuOperations;
+    use crate::weights::file::{Outgoing, save_tensors};
+
+    /// A model of an embedding and a final norm.
+    fn ends(hidden: usize) -> Architecture {
+        Architecture {
+            family: Family::Llama,
+            vocab_size: 4,
+            hidden,
+            layers: 0,
+            blocks: Vec::new(),
+            tied_embedding: true,
+            norm_epsilon: 1e-5,
+            max_positions: 16,
+        }
+    }
+
+    /// All states of that of two channels, in a file that says it is of `architecture`.
+    fn saved(path: &Path, architecture: &Architecture) {
+        let specs = ends(2).tensors();
+        let states = STATES.iter().flat_map(|state| {
+            specs.iter().map(move |spec| {
+                let (rows, columns) = matrix_shape(&spec.shape);
+                let values = vec![1.5; rows * columns];
+                (
+                    format!("{state}/{}", spec.name),
+                    Outgoing::copied(values, [rows, columns]),
+                )
+            })
+        });
+        let metadata = json!({ "architecture": architecture, "steps": 3 });
+        save_tensors(path, states.collect(), &metadata).unwrap();
+    }
+
+    #[test]
+    fn an_architecture_larger_than_the_files_is_missing_state_before_anything_as_large_is_made() {
+        let directory = tempfile::tempdir().unwrap();
+        let (path, written) = (directory.path().join("a"), directory.path().join("b"));
+        saved(&path, &ends(2));
+        let parts = Parts::open(&[&path]).unwrap();
+        parts.save_model(&written).unwrap();
+        std::fs::remove_file(&written).unwrap();
+
+        // Neither rows times columns nor their bytes can be counted.
+        for hidden in [3, 1 << 40, 1 << 62] {
+            saved(&path, &ends(hidden));
+            let parts = Parts::open(&[&path]).unwrap();
+            let refused = parts.save_model(&written).unwrap_err();
+            assert!(matches!(refused, Error::MissingState { .. }), "{refused}");
+            assert!(!written.exists());
+            let [weights, ..] = STATES;
+            let refused = parts.stage(weights, 0..0, &CpuOperations::new()).unwrap_err();
+            assert!(matches!(refused, Error::MissingState { .. }), "{refused}");
+        }
     }
 }

@@ -46,7 +46,8 @@ pub struct DeviceOptions {
     pub memory_bytes: u64,
     /// Threads an attempt uses.
     pub threads: usize,
-    /// Bytes of a GPU that tensors may take; none: what is free when a child opens it, less a reserve.
+    /// Bytes of a GPU that tensors may take; none: what is free when a child opens it, less a reserve. Of the processor's
+    /// memory, bytes that a parent's weights may take; none: all.
     pub memory_limit: Option<u64>,
     /// The version of vLLM that it can be measured in; none without.
     pub vllm: Option<String>,
@@ -152,6 +153,16 @@ impl DeviceOptions {
         }
     }
 
+    /// The same, where weights may take at most so many bytes of its memory.
+    #[must_use]
+    pub fn with_memory_limit(self, limit: Option<u64>) -> Self {
+        Self {
+            memory_bytes: limit.map_or(self.memory_bytes, |limit| limit.min(self.memory_bytes)),
+            memory_limit: limit,
+            ..self
+        }
+    }
+
     /// A GPU.
     pub fn gpu(gpu: &Gpu, threads: usize, memory_limit: Option<u64>) -> Self {
         Self {
@@ -170,13 +181,12 @@ impl DeviceOptions {
         self.id.parse().unwrap_or(Device::Cpu)
     }
 
-    /// Tells a child which GPU is its; one of the processor needs no telling.
+    /// Tells a child which GPU is its, and how much it may take; one of the processor needs no telling which.
     pub(super) fn arguments(&self) -> Vec<String> {
-        let device = self.device();
-        if device == Device::Cpu {
-            return Vec::new();
-        }
-        let mut arguments = vec!["--device".to_owned(), device.to_string()];
+        let mut arguments = match self.device() {
+            Device::Cpu => Vec::new(),
+            gpu => vec!["--device".to_owned(), gpu.to_string()],
+        };
         if let Some(limit) = self.memory_limit {
             arguments.extend(["--memory-limit".to_owned(), limit.to_string()]);
         }

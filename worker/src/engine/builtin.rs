@@ -10,12 +10,12 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use espalier_arch::Architecture;
+use espalier_arch::{Architecture, Storage, WeightFormat};
 use espalier_model::Model;
 use espalier_model::block::saved_bytes;
 use espalier_model::decode::Session;
 use espalier_model::ops::Operations;
-use espalier_search::{CostKey, Mode, Workload};
+use espalier_search::{CostKey, EngineMemory, MemoryModel, Mode, Workload};
 
 use super::quiet::Quiet;
 use super::{Sample, lossless};
@@ -175,6 +175,32 @@ fn memory_bytes(model: &Model, cache_bytes: usize, workload: &Workload, entry_by
         .saturating_add(cache_bytes)
         .saturating_add(activation_bytes(&model.architecture, workload, entry_bytes));
     total as u64
+}
+
+/// What a model of this shape is counted to take under a workload without being opened.
+pub fn counted_bytes(operations: &dyn Operations, architecture: &Architecture, workload: &Workload) -> u64 {
+    let entry_bytes = operations.activation_bytes();
+    let format = match entry_bytes {
+        4 => WeightFormat::F32,
+        _ => WeightFormat::Bf16,
+    };
+    MemoryModel::unpaged(Storage::all(format))
+        .counted_bytes(architecture, workload)
+        .saturating_add(activation_bytes(architecture, workload, entry_bytes) as u64)
+}
+
+/// What a model of this shape takes beside weights, keys and values, as a cost table has it for engines whose parent could
+/// not be measured.
+pub fn overhead(
+    operations: &dyn Operations,
+    architecture: &Architecture,
+    workload: &Workload,
+) -> EngineMemory {
+    EngineMemory {
+        overhead_bytes: activation_bytes(architecture, workload, operations.activation_bytes()) as u64,
+        block_tokens: 1,
+        spare_blocks: 0,
+    }
 }
 
 /// What the widest block holds while all prompts run through it: its input, its output and everything

@@ -1,62 +1,97 @@
-//! Two models measured in alternation, so that a machine that speeds up or slows down does both to both.
+//! Two models measured in alternation, so that a machine that speeds up or slows down does both to both. Where there is no
+//! room for the parent, or for both, the candidate is measured alone.
 
 use espalier_proto::task::MeasuredPair;
-use espalier_search::Workload;
+use espalier_search::{Shortage, WholeParent, Workload};
 
 use super::{Engine, Opened, Series, Subject, Surroundings};
 use crate::Result;
 
-/// The parent's own latency may drift this far within a series before it is taken again.
+/// A model's own latency may drift this far within a series before it is taken again: the parent's, or the candidate's
+/// where that is alone.
 pub const DRIFT_LIMIT: f64 = 0.05;
 /// Series taken at most.
 const SERIES: usize = 3;
 
+/// What is measured.
+#[derive(Debug, Clone, Copy)]
+struct Both {
+    parent: std::result::Result<Opened, Shortage>,
+    candidate: Opened,
+}
+
 /// Measures parent and candidate, one run of each in turn, `repeats` times. Of the candidate `running` requests run
-/// together, all where there is no number; of the parent always all, as when it was profiled. A series in which the parent
-/// drifted by more than [`DRIFT_LIMIT`] is taken again; when none is quieter the quietest is told, with its drift,
+/// together, all where there is no number; of the parent always all, as when it was profiled. A series that drifted by more
+/// than [`DRIFT_LIMIT`] is taken again; when none is quieter the quietest is told, with its drift,
 /// for whoever asked to judge: a limit on memory needs no quiet machine.
 ///
 /// # Errors
 /// What either model refuses, and when the attempt should stop.
 pub fn measure_pair(
     engine: &mut dyn Engine,
-    [parent, candidate]: [Subject<'_>; 2],
+    models: [Subject<'_>; 2],
     workload: &Workload,
     running: Option<usize>,
     repeats: usize,
     surroundings: &dyn Surroundings,
 ) -> Result<MeasuredPair> {
     let repeats = repeats.max(4);
-    let all = workload.concurrency;
-    let both = [
-        engine.open(&parent, workload, all)?,
-        engine.open(&candidate, workload, running.unwrap_or(all))?,
-    ];
+    let running = running.unwrap_or(workload.concurrency);
+    let both = open(engine, models, workload, running)?;
     let mut series = 0;
     let mut quietest: Option<MeasuredPair> = None;
     loop {
         series += 1;
         let pair = alternate(engine, both, workload, repeats, surroundings)?;
         let pair = match quietest.take() {
-            Some(quieter) if quieter.parent_drift <= pair.parent_drift => quieter,
+            Some(quieter) if quieter.drift <= pair.drift => quieter,
             _ => pair,
         };
-        if pair.parent_drift <= DRIFT_LIMIT || series == SERIES {
+        if pair.drift <= DRIFT_LIMIT || series == SERIES {
             return Ok(pair);
         }
         tracing::warn!(
             series,
-            parent_drift = pair.parent_drift,
-            "the parent's own latency drifted; the series is taken again"
+            drift = pair.drift,
+            "one model's own latency drifted; the series is taken again"
         );
         quietest = Some(pair);
     }
 }
 
+/// Opens both, or the candidate where that is all there is room for.
+fn open(
+    engine: &mut dyn Engine,
+    [parent, candidate]: [Subject<'_>; 2],
+    workload: &Workload,
+    running: usize,
+) -> Result<Both> {
+    let all = workload.concurrency;
+    let of_parent = engine.open_where_it_fits(&parent, workload, all)?;
+    let Ok(first) = of_parent else {
+        return Ok(Both {
+            parent: of_parent,
+            candidate: engine.open(&candidate, workload, running)?,
+        });
+    };
+    if let Ok(candidate) = engine.open_where_it_fits(&candidate, workload, running)? {
+        return Ok(Both {
+            parent: of_parent,
+            candidate,
+        });
+    }
+    engine.release(first)?;
+    let candidate = engine.open(&candidate, workload, running)?;
+    Ok(Both {
+        parent: Err(engine.shortage(&parent, workload, all)?),
+        candidate,
+    })
+}
+
 /// One series.
 fn alternate(
     engine: &mut dyn Engine,
-    [parent, candidate]: [Opened; 2],
+    both: Both,
     workload: &Workload,
     repeats: usize,
     surroundings: &dyn Surroundings,
@@ -64,20 +99,203 @@ fn alternate(
     let (mut of_parent, mut of_candidate) = (Series::new(workload), Series::new(workload));
     for round in 0..repeats {
         // The order turns round each time, so that neither always follows the other.
-        if round % 2 == 0 {
+        let candidate_first = round % 2 == 1;
+        if candidate_first {
+            of_candidate.push(engine.run(both.candidate)?);
+        }
+        if let Ok(parent) = both.parent {
             of_parent.push(engine.run(parent)?);
-            of_candidate.push(engine.run(candidate)?);
-        } else {
-            of_candidate.push(engine.run(candidate)?);
-            of_parent.push(engine.run(parent)?);
+        }
+        if !candidate_first {
+            of_candidate.push(engine.run(both.candidate)?);
         }
         surroundings.progress(round + 1, repeats, "alternations", &String::new)?;
     }
-    Ok(MeasuredPair {
-        parent: of_parent.measurement(engine.memory_bytes(parent)),
-        candidate: of_candidate.measurement(engine.memory_bytes(candidate)),
-        parent_drift: of_parent.drift(),
-        disturbed: of_parent.disturbed().max(of_candidate.disturbed()),
-        serving: engine.serving(candidate),
+    let candidate = of_candidate.measurement(engine.memory_bytes(both.candidate));
+    let disturbed = of_parent.disturbed().max(of_candidate.disturbed());
+    let serving = engine.serving(both.candidate);
+    Ok(match both.parent {
+        Ok(parent) => MeasuredPair {
+            parent: WholeParent::Measured(of_parent.measurement(engine.memory_bytes(parent))),
+            candidate,
+            drift: of_parent.drift(),
+            disturbed,
+            serving,
+        },
+        Err(shortage) => MeasuredPair {
+            parent: WholeParent::TooLarge(shortage),
+            candidate,
+            drift: of_candidate.drift(),
+            disturbed,
+            serving,
+        },
     })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+    use std::path::Path;
+
+    use espalier_proto::task::{Profile, Profiled, Serving};
+    use espalier_search::CostKey;
+
+    use super::*;
+    use crate::Error;
+    use crate::engine::Sample;
+
+    /// A device of so many bytes, on which a directory of that name is a model of so many bytes and milliseconds.
+    struct Device {
+        bytes: u64,
+        open: Vec<Option<u64>>,
+        ran: Vec<u64>,
+        /// By what share of its time each run is slower than the one before, in turns of four.
+        slows_by: f64,
+    }
+
+    impl Device {
+        fn of(bytes: u64) -> Self {
+            Self {
+                bytes,
+                open: Vec::new(),
+                ran: Vec::new(),
+                slows_by: 0.0,
+            }
+        }
+
+        fn free(&self) -> u64 {
+            self.bytes - self.open.iter().flatten().sum::<u64>()
+        }
+
+        fn pair(&mut self, parent: &str, candidate: &str) -> Result<MeasuredPair> {
+            let workload = Workload {
+                prompt_tokens: 1,
+                output_tokens: 2,
+                concurrency: 1,
+            };
+            let models = [parent, candidate].map(|name| Subject::Directory(Path::new(name)));
+            measure_pair(self, models, &workload, None, 4, &Nobody)
+        }
+    }
+
+    #[derive(Debug)]
+    struct Nobody;
+
+    impl Surroundings for Nobody {
+        fn check_stopped(&self) -> Result<()> {
+            Ok(())
+        }
+
+        fn beat(&self) {}
+
+        fn progress(&self, _: usize, _: usize, _: &str, _: &dyn Fn() -> String) -> Result<()> {
+            Ok(())
+        }
+
+        fn waits(&self, _: &dyn Fn() -> String) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    fn bytes_of(model: &Subject<'_>) -> u64 {
+        let Subject::Directory(name) = model else {
+            panic!("another model")
+        };
+        name.to_str().unwrap().parse().unwrap()
+    }
+
+    impl Engine for Device {
+        fn key(&self, _: usize) -> CostKey {
+            panic!("nobody asks for it")
+        }
+
+        fn profile(&mut self, _: &Profile) -> Result<Profiled> {
+            panic!("nobody asks for it")
+        }
+
+        fn open(&mut self, model: &Subject<'_>, workload: &Workload, running: usize) -> Result<Opened> {
+            let Shortage {
+                needed_bytes,
+                free_bytes,
+            } = self.shortage(model, workload, running)?;
+            if needed_bytes > free_bytes {
+                return Err(Error::NoRoom {
+                    what: "it",
+                    needed: needed_bytes,
+                    free: free_bytes,
+                });
+            }
+            self.open.push(Some(needed_bytes));
+            Ok(Opened::place(self.open.len() - 1))
+        }
+
+        fn shortage(&self, model: &Subject<'_>, _: &Workload, _: usize) -> Result<Shortage> {
+            Ok(Shortage {
+                needed_bytes: bytes_of(model),
+                free_bytes: self.free(),
+            })
+        }
+
+        fn release(&mut self, model: Opened) -> Result<()> {
+            self.open[model.index()] = None;
+            Ok(())
+        }
+
+        #[allow(clippy::cast_precision_loss)]
+        fn run(&mut self, model: Opened) -> Result<Sample> {
+            let bytes = self.open[model.index()].expect("it is open");
+            let slower = 1.0 + self.slows_by * (self.ran.len() % 4) as f64;
+            self.ran.push(bytes);
+            Ok(Sample {
+                first_token: 1.0,
+                latency: bytes as f64 * slower,
+                throughput: 1.0,
+                disturbed: false,
+            })
+        }
+
+        fn memory_bytes(&self, model: Opened) -> u64 {
+            self.open[model.index()].unwrap()
+        }
+
+        fn serving(&self, _: Opened) -> Option<Serving> {
+            None
+        }
+    }
+
+    #[test]
+    fn both_are_run_in_turns_where_there_is_room_for_both() {
+        let mut device = Device::of(30);
+        let pair = device.pair("20", "10").unwrap();
+        assert_eq!(device.ran, [20, 10, 10, 20, 20, 10, 10, 20]);
+        assert_eq!(pair.parent.measured().unwrap().memory_bytes, 20);
+        assert_eq!(pair.candidate.memory_bytes, 10);
+    }
+
+    #[test]
+    fn the_candidate_is_measured_alone_where_there_is_no_room_for_the_parent_or_not_beside_it() {
+        for (bytes, free) in [(15, 15), (25, 15)] {
+            let mut device = Device::of(bytes);
+            let pair = device.pair("20", "10").unwrap();
+            assert_eq!(device.ran, [10; 4]);
+            let shortage = pair.parent.shortage().unwrap();
+            assert_eq!((shortage.needed_bytes, shortage.free_bytes), (20, free));
+            assert_eq!(pair.candidate.memory_bytes, 10);
+        }
+    }
+
+    #[test]
+    fn a_candidate_without_room_is_an_error() {
+        let refused = Device::of(8).pair("20", "10").unwrap_err();
+        assert!(matches!(refused, Error::NoRoom { needed: 10, .. }), "{refused}");
+    }
+
+    #[test]
+    fn drift_is_the_candidates_own_where_it_is_alone() {
+        let mut device = Device::of(15);
+        device.slows_by = 0.2;
+        let pair = device.pair("20", "10").unwrap();
+        assert!(pair.drift > DRIFT_LIMIT, "{pair:?}");
+        assert_eq!(device.ran.len(), 4 * SERIES, "it is taken again");
+    }
 }

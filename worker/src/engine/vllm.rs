@@ -5,9 +5,11 @@
 //! when a spread is known is decided here. It may hang, die, flood its output or say what is no answer: each is an
 //! [`Error`] within a deadline, and leaves no process behind.
 
+mod beside;
 mod contention;
 mod environment;
 mod error;
+mod fits;
 mod group;
 mod helper;
 mod host;
@@ -27,7 +29,7 @@ use std::time::{Duration, Instant};
 use espalier_arch::{Architecture, Precision};
 use espalier_model::checkpoint::Parent;
 use espalier_proto::task::{ParentRef, Profile, Profiled, Serving};
-use espalier_search::{CostKey, EngineMemory, Mode, Workload};
+use espalier_search::{CostKey, EngineMemory, Mode, Shortage, Workload};
 
 pub use environment::Environment;
 pub use error::Error;
@@ -129,7 +131,8 @@ pub struct InVllm<'a> {
     home: &'a mut Vllm,
     helper: Helper,
     surroundings: &'a dyn Surroundings,
-    open: Vec<Whole>,
+    /// None in place of those that were released.
+    open: Vec<Option<Whole>>,
     contention: Contention,
 }
 
@@ -168,7 +171,7 @@ impl InVllm<'_> {
 
     /// What the engine needs and rounds, as a model that is open showed.
     fn memory_of(&self, model: Opened) -> Option<EngineMemory> {
-        let whole = self.open.get(model.index())?;
+        let whole = self.open.get(model.index())?.as_ref()?;
         Some(EngineMemory {
             overhead_bytes: whole.other_bytes,
             block_tokens: self.helper.hello.block_tokens.multiple,
@@ -204,11 +207,11 @@ impl InVllm<'_> {
             }
         }
         for place in 0..self.open.len() {
-            let Some(whole) = self.open.get(place).cloned() else {
-                break;
+            let Some(whole) = self.open.get(place).cloned().flatten() else {
+                continue;
             };
             let anew = self.open_whole(whole)?;
-            self.open.splice(place..=place, [anew]);
+            self.open.splice(place..=place, [Some(anew)]);
         }
         Ok(())
     }
@@ -272,6 +275,18 @@ impl InVllm<'_> {
             environment: opened.serve_environment,
         };
         Ok(whole)
+    }
+
+    /// Closes one engine, which may not be open.
+    fn close_engine(&mut self, engine: &str) -> Result<()> {
+        match self.helper.close(engine, self.surroundings) {
+            Ok(()) | Err(crate::Error::Vllm(Error::NotOpen { .. })) => Ok(()),
+            Err(crate::Error::Cancelled) => Err(crate::Error::Cancelled),
+            Err(error) => {
+                tracing::warn!(%error, engine, "it cannot be closed");
+                self.begin_anew()
+            }
+        }
     }
 
     /// Serves so many requests of the workload, when others let it; and whether they did.
@@ -365,15 +380,17 @@ impl Engine for InVllm<'_> {
 
     fn open(&mut self, model: &Subject<'_>, workload: &Workload, running: usize) -> Result<Opened> {
         super::builtin::check_workload(workload)?;
-        let load = Load {
-            context: workload.prompt_tokens.saturating_add(workload.output_tokens),
-            sequences: running.clamp(1, workload.concurrency),
-            prompt: workload.prompt_tokens,
-            steps: self.helper.hello.steps_under_way(),
-        };
+        let load = Load::of(workload, running, self.helper.hello.steps_under_way());
         let (architecture, model) = resolved(model, self.precision, load.context)?;
+        let shortage = self.shortage_of(&architecture, load);
+        if shortage.needed_bytes > shortage.free_bytes {
+            // What cannot fit is not tried: on a processor the system would end whatever it likes.
+            let reason = format!("a model of {} blocks {shortage}", architecture.blocks.len());
+            return Err(Error::OutOfMemory { reason }.into());
+        }
+        let engine = format!("model-{}", self.open.len());
         let whole = self.open_whole(Whole {
-            engine: format!("model-{}", self.open.len()),
+            engine: engine.clone(),
             architecture,
             model,
             load,
@@ -381,13 +398,32 @@ impl Engine for InVllm<'_> {
             memory_bytes: 0,
             other_bytes: 0,
             serving: Serving::default(),
-        })?;
-        self.open.push(whole);
+        });
+        if let Err(error) = &whole
+            && error.is_want_of_room()
+        {
+            // Others may be opened in its place.
+            self.close_engine(&engine)?;
+        }
+        self.open.push(Some(whole?));
         Ok(Opened::place(self.open.len() - 1))
     }
 
+    fn shortage(&self, model: &Subject<'_>, workload: &Workload, running: usize) -> Result<Shortage> {
+        let load = Load::of(workload, running, self.helper.hello.steps_under_way());
+        let (architecture, _) = resolved(model, self.precision, load.context)?;
+        Ok(self.shortage_of(&architecture, load))
+    }
+
+    fn release(&mut self, model: Opened) -> Result<()> {
+        match self.open.get_mut(model.index()).and_then(Option::take) {
+            Some(whole) => self.close_engine(&whole.engine),
+            None => Ok(()),
+        }
+    }
+
     fn run(&mut self, model: Opened) -> Result<Sample> {
-        let Some(whole) = self.open.get(model.index()).cloned() else {
+        let Some(whole) = self.open.get(model.index()).cloned().flatten() else {
             return Err(crate::Error::Invalid {
                 reason: format!("model {} is not open", model.index()),
             });
@@ -411,11 +447,15 @@ impl Engine for InVllm<'_> {
     }
 
     fn memory_bytes(&self, model: Opened) -> u64 {
-        self.open.get(model.index()).map_or(0, |whole| whole.memory_bytes)
+        let whole = self.open.get(model.index());
+        whole
+            .and_then(Option::as_ref)
+            .map_or(0, |whole| whole.memory_bytes)
     }
 
     fn serving(&self, model: Opened) -> Option<Serving> {
-        self.open.get(model.index()).map(|whole| whole.serving.clone())
+        let whole = self.open.get(model.index()).and_then(Option::as_ref);
+        whole.map(|whole| whole.serving.clone())
     }
 }
 

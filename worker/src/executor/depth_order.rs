@@ -2,22 +2,31 @@
 //! then the rest is scored again in the model that is left (one-at-a-time scores mis-rank depth).
 //!
 //! A removal is chosen by the cosine distance of the final hidden states to the parent's, which costs no pass
-//! over the vocabulary; the KL of each choice is reported. Candidates start from the running model's
-//! activations before the layer that they remove.
+//! over the vocabulary; the KL of each choice is reported. Each candidate branches off the running model before the layer
+//! that it does without, in one walk for as many of them as have room together.
 
 use std::ops::Range;
 
-use espalier_arch::{Architecture, Variant};
-use espalier_model::Tensor;
+use espalier_arch::Architecture;
 use espalier_model::ops::{Head, Layout};
+use espalier_model::{BlockWeights, Tensor};
 use espalier_proto::task::{DepthOrder, TaskOutput};
 
 use super::divergence::{Divergences, count};
 use super::parent::Blocks;
-use super::streams::{Form, Stream, advance, groups};
+use super::streams::groups;
 use super::{Caches, Context};
 use crate::data::shard;
 use crate::{Error, Result};
+
+/// The removal that is best so far.
+struct Removal {
+    distance: f64,
+    /// Among the layers that are left.
+    index: usize,
+    /// Final hidden states without it.
+    finals: Tensor,
+}
 
 /// A layer: its number and its blocks, which follow each other.
 #[derive(Debug, Clone)]
@@ -26,14 +35,14 @@ struct Layer {
     blocks: Range<usize>,
 }
 
-/// The model without the layers removed so far, and its activations before each layer that is left.
+/// The model without the layers removed so far.
 struct Running<'a> {
     context: &'a Context<'a>,
     blocks: Blocks<'a>,
-    /// What is left of it.
-    form: Form,
+    /// Those that are left.
     layers: Vec<Layer>,
-    inputs: Vec<Tensor>,
+    /// What comes before the first of them.
+    embedded: Tensor,
     layout: Layout,
     /// Numbers of the layers removed, in order.
     removed: Vec<usize>,
@@ -60,8 +69,7 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &DepthOrder)
     let mut running = Running {
         context,
         blocks,
-        form: Form::whole(architecture),
-        inputs: vec![blocks.runner().embed(&sequences.tokens)?],
+        embedded: blocks.runner().embed(&sequences.tokens)?,
         layout: Layout {
             sequences: sequences.len(),
             tokens: sequences.sequence_tokens,
@@ -71,21 +79,21 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &DepthOrder)
         total: task.remove * (2 * layers.len() - task.remove + 1) / 2,
         layers,
     };
-    let parent = running.extend(0)?;
+    let parent = running.whole()?;
     let parent_rows = context.operations.download(&parent)?;
     let mut divergences = Vec::new();
     while running.removed.len() < task.remove {
-        let Some(index) = running.most_dispensable(&parent_rows)? else {
+        let Some(best) = running.most_dispensable(&parent_rows)? else {
             break;
         };
-        let finals = running.remove(index)?;
+        running.remove(best.index);
         let head = blocks.runner().model().head();
         let parent = Head {
             hidden: &parent,
             weight: head,
         };
         let mut sums = Divergences::new(1);
-        sums.add(&*context.operations, &[finals], head, parent, running.layout)?;
+        sums.add(&*context.operations, &[best.finals], head, parent, running.layout)?;
         divergences.extend(sums.means().iter().map(|mean| mean.mean));
     }
     running.done = running.total;
@@ -117,81 +125,99 @@ impl Running<'_> {
         })
     }
 
-    /// Computes the inputs of the layers after the `from`th anew, and the final hidden states.
-    fn extend(&mut self, from: usize) -> Result<Tensor> {
-        self.inputs.truncate(from + 1);
-        let Some(mut hidden) = self.inputs.last().cloned() else {
-            return Err(Error::Invalid {
-                reason: "the model has no input".to_owned(),
-            });
-        };
-        let left = self.layers.get(from..).unwrap_or_default();
-        let ends: Vec<usize> = left.iter().map(|layer| layer.blocks.end).collect();
-        let wanted: Vec<usize> = left.iter().flat_map(|layer| layer.blocks.clone()).collect();
-        let runner = self.blocks.runner();
-        self.blocks.walk(self.context, &wanted, |block, weights| {
-            self.context.check_cancelled()?;
-            let Some(whole) = self.blocks.architecture().blocks.get(block) else {
-                return Ok(());
-            };
-            hidden = runner.block_with(&whole.shape, weights, &hidden, self.layout)?;
-            if ends.contains(&(block + 1)) {
-                self.inputs.push(hidden.clone());
-            }
-            Ok(())
+    /// The final hidden states of the model as it is.
+    fn whole(&self) -> Result<Tensor> {
+        let mut hidden = self.embedded.clone();
+        self.blocks.walk(self.context, &self.left(0), |block, weights| {
+            self.pass(block, weights, &mut hidden)
         })?;
-        Ok(runner.final_norm(&hidden)?)
+        Ok(self.blocks.runner().final_norm(&hidden)?)
+    }
+
+    /// Blocks of the layers left, from one on.
+    fn left(&self, from: usize) -> Vec<usize> {
+        let layers = self.layers.iter().skip(from);
+        layers.flat_map(|layer| layer.blocks.clone()).collect()
+    }
+
+    fn pass(&self, block: usize, weights: &BlockWeights, hidden: &mut Tensor) -> Result<()> {
+        self.context.check_cancelled()?;
+        if let Some(whole) = self.blocks.architecture().blocks.get(block) {
+            let runner = self.blocks.runner();
+            *hidden = runner.block_with(&whole.shape, weights, hidden, self.layout)?;
+        }
+        Ok(())
     }
 
     /// Which of the layers left changes the final hidden states the least when it goes too.
-    fn most_dispensable(&mut self, parent_rows: &[f32]) -> Result<Option<usize>> {
+    fn most_dispensable(&mut self, parent_rows: &[f32]) -> Result<Option<Removal>> {
         let columns = self.blocks.architecture().hidden;
-        let mut best: Option<(f64, usize)> = None;
+        let mut best: Option<Removal> = None;
         let candidates: Vec<usize> = (0..self.layers.len()).collect();
-        let bytes = |_: &usize| self.inputs.first().map_or(0, Tensor::bytes);
-        for group in groups(&candidates, bytes, self.blocks.room(self.context, 0)) {
+        let each = self.embedded.bytes();
+        // Beside what goes together: the model's own states, and the best so far.
+        let room = self.blocks.room(self.context, each.saturating_mul(2));
+        let mut base = self.embedded.clone();
+        for group in groups(&candidates, |_| each, room) {
             self.tell()?;
-            let finals = self.without(group.clone())?;
+            let finals = self.without(group.clone(), &mut base)?;
             for (index, finals) in group.zip(finals) {
                 let rows = self.context.operations.download(&finals)?;
                 let distance = cosine_distance(&rows, parent_rows, columns);
-                if best.is_none_or(|(least, _)| distance < least) {
-                    best = Some((distance, index));
+                if best.as_ref().is_none_or(|best| distance < best.distance) {
+                    best = Some(Removal {
+                        distance,
+                        index,
+                        finals,
+                    });
                 }
                 self.done += 1;
             }
         }
-        Ok(best.map(|(_, index)| index))
+        Ok(best)
     }
 
-    /// Final hidden states without one of the layers left, for each of some.
-    fn without(&self, group: Range<usize>) -> Result<Vec<Tensor>> {
-        let end = self.blocks.architecture().blocks.len();
-        // Each enters after the layer that it does without.
-        let mut streams: Vec<Stream<'_>> = self.layers[group.clone()]
-            .iter()
-            .zip(&self.inputs[group])
-            .map(|(layer, input)| Stream {
-                form: &self.form,
-                from: layer.blocks.end,
-                layout: self.layout,
-                hidden: input.clone(),
-            })
-            .collect();
-        advance(self.context, self.blocks, 0..end, &mut streams, |_, _| Ok(()))?;
+    /// Final hidden states without one of the layers left, for each of some. `base` are the model's own: before the first
+    /// of those layers, and before the next group's when this returns.
+    fn without(&self, group: Range<usize>, base: &mut Tensor) -> Result<Vec<Tensor>> {
+        let candidates = self.layers.get(group.clone()).unwrap_or_default();
+        let (Some(first), Some(last)) = (candidates.first(), candidates.last()) else {
+            return Ok(Vec::new());
+        };
+        let base_end = match group.end < self.layers.len() {
+            true => last.blocks.end,
+            false => last.blocks.start,
+        };
+        let mut wanted = self.left(group.start);
+        wanted.retain(|block| *block < base_end || *block >= first.blocks.end);
+        // Of those that have branched off.
+        let mut without: Vec<Tensor> = Vec::new();
+        self.blocks.walk(self.context, &wanted, |block, weights| {
+            let next = candidates.get(without.len());
+            if next.is_some_and(|layer| layer.blocks.start == block) {
+                without.push(base.clone());
+            }
+            for (hidden, layer) in without.iter_mut().zip(candidates) {
+                if block >= layer.blocks.end {
+                    self.pass(block, weights, hidden)?;
+                }
+            }
+            match block < base_end {
+                true => self.pass(block, weights, base),
+                false => Ok(()),
+            }
+        })?;
+        // The last layer of all alone: without it, the model ends where it stands.
+        without.resize(candidates.len(), base.clone());
         let runner = self.blocks.runner();
-        let normed = streams.iter().map(|stream| runner.final_norm(&stream.hidden));
+        let normed = without.iter().map(|hidden| runner.final_norm(hidden));
         Ok(normed.collect::<espalier_model::Result<_>>()?)
     }
 
-    /// Removes one of the layers left for good; the final hidden states of what remains.
-    fn remove(&mut self, index: usize) -> Result<Tensor> {
+    /// Removes one of the layers left for good.
+    fn remove(&mut self, index: usize) {
         let layer = self.layers.remove(index);
-        for block in layer.blocks {
-            self.form = self.form.clone().with(block, &Variant::Skip)?;
-        }
         self.removed.push(layer.number);
-        self.extend(index)
     }
 }
 
@@ -210,4 +236,63 @@ fn cosine_distance(a: &[f32], b: &[f32], columns: usize) -> f64 {
         sum += dot / (xx * yy).sqrt().max(f64::MIN_POSITIVE);
     }
     1.0 - sum / count((a.len() / columns).max(1))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+    use std::path::PathBuf;
+
+    use espalier_artifact::BlockingStore;
+    use espalier_model::Device;
+    use espalier_model::checkpoint::Parent;
+    use espalier_proto::task::ParentRef;
+
+    use super::super::parent::Held;
+    use super::super::{Backend, Caches, Context};
+    use super::*;
+    use crate::data::shard::Sequences;
+
+    #[test]
+    fn a_streamed_parent_is_read_once_to_begin_with_and_once_for_each_removal() {
+        let tiny = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples/tiny");
+        let source = tiny.to_str().unwrap().to_owned();
+        let parent = Parent::open(&source).unwrap();
+        let bytes = 4 * parent.architecture.parameters().total;
+        let in_blocks = 4 * parent.architecture.parameters().in_blocks();
+        let reference = ParentRef {
+            fingerprint: parent.fingerprint().unwrap(),
+            source,
+            permutation: None,
+        };
+        let directory = tempfile::tempdir().unwrap();
+        let store = BlockingStore::open(directory.path().join("store").to_str().unwrap()).unwrap();
+        let tokens: Vec<u32> = (0..64).map(|token| token * 7 % 1024).collect();
+        let sequences = Sequences {
+            tokens,
+            sequence_tokens: 32,
+        };
+        let task = DepthOrder {
+            parent: reference.clone(),
+            remove: 2,
+            shard: shard::write(&store, &sequences).unwrap(),
+            sequences: 2,
+        };
+        let mut outputs = Vec::new();
+        for limit in [None, Some(bytes * 6 / 10)] {
+            let backend = Backend::open(Device::Cpu, limit).unwrap();
+            let context = Context::new(&backend, &store, Box::new(|_| ()), Box::new(|| None));
+            let mut caches = Caches::default();
+            let held = caches.held(&context, &reference).unwrap();
+            let before = held.loaded_bytes();
+            outputs.push(run(&context, &mut caches, &task).unwrap());
+            if let Held::Streamed(_) = held {
+                // Layers are alike: six of them, then six, then five.
+                let read = u64::try_from(held.loaded_bytes() - before).unwrap();
+                assert_eq!(read, (6 + 6 + 5) * in_blocks / 6);
+            }
+        }
+        assert_eq!(outputs[0], outputs[1]);
+    }
 }

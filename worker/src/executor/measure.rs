@@ -4,13 +4,14 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use espalier_arch::Architecture;
 use espalier_model::Model;
 use espalier_model::checkpoint::Parent;
 use espalier_proto::task::{Engine as Wanted, Profile, Profiled, Serving};
-use espalier_search::{CostKey, Workload};
+use espalier_search::{CostKey, Shortage, WholeParent, Workload};
 
 use super::{Caches, Context};
-use crate::engine::builtin::{Bench, cost_key, dummy};
+use crate::engine::builtin::{Bench, check_workload, cost_key, counted_bytes, dummy, overhead};
 use crate::engine::quiet::Quiet;
 use crate::engine::stacks::Stacks;
 use crate::engine::{Engine, Opened, Sample, Series, Subject, Surroundings};
@@ -47,7 +48,8 @@ struct Builtin<'a, 'store> {
     context: &'a Context<'store>,
     caches: &'a mut Caches,
     quiet: Quiet,
-    benches: Vec<Bench>,
+    /// None in place of those that were released.
+    benches: Vec<Option<Bench>>,
 }
 
 impl<'a, 'store> Builtin<'a, 'store> {
@@ -81,6 +83,15 @@ impl<'a, 'store> Builtin<'a, 'store> {
     }
 }
 
+/// The shape of a model that is not open.
+fn shape_of(model: &Subject<'_>) -> Result<Architecture> {
+    Ok(match model {
+        Subject::Shape(architecture) => (*architecture).clone(),
+        Subject::Parent(reference) => Parent::open(&reference.source)?.architecture,
+        Subject::Directory(directory) => exported(directory)?.architecture,
+    })
+}
+
 fn exported(directory: &Path) -> Result<Parent> {
     Ok(Parent::open(&directory.to_string_lossy())?)
 }
@@ -97,8 +108,8 @@ impl Engine for Builtin<'_, '_> {
             "building stacks of every block shape".to_owned()
         })?;
         let mut stacks = Stacks::new(operations, &task.architecture, &task.shapes, &task.points)?;
-        let whole = Subject::Shape(&task.architecture);
-        let parent = self.open(&whole, &task.workload, task.workload.concurrency)?;
+        let (whole, workload) = (&task.architecture, &task.workload);
+        let parent = self.open_where_it_fits(&Subject::Shape(whole), workload, workload.concurrency)?;
         let mut series = Series::new(&task.workload);
         // The first round warms pools and tables up and is thrown away.
         stacks.round(&self.quiet)?;
@@ -107,15 +118,21 @@ impl Engine for Builtin<'_, '_> {
             context.progress(round + 1, rounds + 1, "rounds", || {
                 format!("{} shapes at {} points", task.shapes.len(), task.points.len())
             })?;
-            series.push(self.run(parent)?);
+            if let Ok(parent) = parent {
+                series.push(self.run(parent)?);
+            }
             stacks.round(&self.quiet)?;
         }
         context.progress(rounds + 1, rounds + 1, "rounds", String::new)?;
         Ok(Profiled {
             key: self.key(task.architecture.hidden),
             rows: stacks.rows(),
-            parent: series.measurement(self.memory_bytes(parent)),
-            memory: None,
+            // Of one that was measured it is known what it needs beside.
+            memory: parent.is_err().then(|| overhead(&**operations, whole, workload)),
+            parent: match parent {
+                Ok(parent) => WholeParent::Measured(series.measurement(self.memory_bytes(parent))),
+                Err(shortage) => WholeParent::TooLarge(shortage),
+            },
         })
     }
 
@@ -129,24 +146,49 @@ impl Engine for Builtin<'_, '_> {
                 ),
             });
         }
+        check_workload(workload)?;
         let model = self.load(model)?;
-        let mut bench = Bench::new(&self.context.operations, &model, workload)?;
-        bench.warm_up()?;
-        self.benches.push(bench);
+        let bench = Bench::new(&self.context.operations, &model, workload);
+        let warm = bench.and_then(|mut bench| bench.warm_up().map(|()| bench));
+        if let Err(error) = &warm
+            && error.is_want_of_room()
+        {
+            // Weights that had room are not kept in the way of others.
+            self.caches.clear();
+        }
+        self.benches.push(Some(warm?));
         Ok(Opened::place(self.benches.len() - 1))
+    }
+
+    fn shortage(&self, model: &Subject<'_>, workload: &Workload, _: usize) -> Result<Shortage> {
+        let architecture = shape_of(model)?;
+        Ok(Shortage {
+            needed_bytes: counted_bytes(&*self.context.operations, &architecture, workload),
+            free_bytes: self.context.plan().free_bytes(),
+        })
+    }
+
+    fn release(&mut self, model: Opened) -> Result<()> {
+        if let Some(bench) = self.benches.get_mut(model.index()) {
+            *bench = None;
+        }
+        // It may have been the parent, which would be kept for the next task.
+        self.caches.clear();
+        Ok(())
     }
 
     fn run(&mut self, model: Opened) -> Result<Sample> {
         match self.benches.get_mut(model.index()) {
-            Some(bench) => bench.run(&self.quiet),
-            None => Err(Error::Invalid {
+            Some(Some(bench)) => bench.run(&self.quiet),
+            _ => Err(Error::Invalid {
                 reason: format!("model {} is not open", model.index()),
             }),
         }
     }
 
     fn memory_bytes(&self, model: Opened) -> u64 {
-        self.benches.get(model.index()).map_or(0, Bench::memory_bytes)
+        let bench = self.benches.get(model.index());
+        bench.and_then(Option::as_ref).map_or(0, Bench::memory_bytes)
     }
 
     fn serving(&self, _: Opened) -> Option<Serving> {

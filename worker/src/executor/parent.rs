@@ -78,6 +78,15 @@ impl Held {
         &self.parent().architecture
     }
 
+    /// Bytes of weights that were read, of one that is streamed.
+    #[cfg(test)]
+    pub fn loaded_bytes(&self) -> usize {
+        match self {
+            Self::Whole(_) => 0,
+            Self::Streamed(streamed) => streamed.files.loaded_bytes(),
+        }
+    }
+
     /// Its blocks.
     pub fn blocks(&self) -> Blocks<'_> {
         match self {

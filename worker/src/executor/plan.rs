@@ -103,6 +103,13 @@ impl Plan {
         }
     }
 
+    /// Bytes that weights may take; as many as there are on a host that is not limited.
+    pub fn free_bytes(self) -> u64 {
+        self.free
+            .or(self.host_limit)
+            .map_or(u64::MAX, |bytes| bytes as u64)
+    }
+
     /// What is free, where the weights of `model`, which take so many bytes, and a few rows that run through them do not
     /// fit; none where they do.
     pub fn too_little_for(self, model: &Architecture, bytes: usize) -> Option<usize> {

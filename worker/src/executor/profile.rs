@@ -3,7 +3,7 @@
 //! this very target is not measured again.
 
 use espalier_proto::task::{Profile, Profiled};
-use espalier_search::{Kept, merged};
+use espalier_search::{Kept, WholeParent, merged};
 
 use super::{Caches, Context, measure};
 use crate::Result;
@@ -26,7 +26,7 @@ fn beyond_kept(engine: &mut dyn Engine, task: &Profile) -> Result<Profiled> {
             Ok(Profiled {
                 key,
                 rows: kept.rows.clone(),
-                parent: parent.clone(),
+                parent: WholeParent::Measured(parent.clone()),
                 memory: kept.memory,
             })
         }
@@ -57,7 +57,7 @@ mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
     use espalier_arch::{Activation, Architecture, BlockShape, Family, Mlp};
     use espalier_proto::task::Serving;
-    use espalier_search::{CostKey, CostRow, Measurement, Mode, Point, Subject, Summary, Workload};
+    use espalier_search::{CostKey, CostRow, Measurement, Mode, Point, Shortage, Subject, Summary, Workload};
 
     use super::*;
     use crate::engine::{Opened, Sample, Subject as Model};
@@ -111,19 +111,27 @@ mod tests {
             Ok(Profiled {
                 key: key(),
                 rows: rows.collect(),
-                parent: Measurement {
+                parent: WholeParent::Measured(Measurement {
                     latency_ms: once.clone(),
                     first_token_ms: once.clone(),
                     per_token_ms: once.clone(),
                     throughput_tokens_per_second: once,
                     memory_bytes: 1,
-                },
+                }),
                 memory: None,
             })
         }
 
         fn open(&mut self, _: &Model<'_>, _: &Workload, _: usize) -> Result<Opened> {
             panic!("a profile opens what it needs itself")
+        }
+
+        fn shortage(&self, _: &Model<'_>, _: &Workload) -> Result<Shortage> {
+            panic!("there is room for all")
+        }
+
+        fn release(&mut self, _: Opened) -> Result<()> {
+            panic!("nothing is open")
         }
 
         fn run(&mut self, _: Opened) -> Result<Sample> {
@@ -177,7 +185,7 @@ mod tests {
         Kept {
             key: profiled.key.clone(),
             rows: profiled.rows.clone(),
-            parent: Some(profiled.parent.clone()),
+            parent: profiled.parent.measured().cloned(),
             memory: None,
         }
     }

@@ -34,6 +34,7 @@ impl Tail<'_> {
         if let Some(first) = strategies.get_mut(..=index) {
             first.rotate_right(1);
         }
+        notes.extend(self.alone(index, verified));
         notes.extend(self.shortfalls());
         let all = &self.context.spec.target.limits;
         let front_metric = all.iter().next().map_or(Metric::Latency, |limit| limit.metric);
@@ -69,6 +70,22 @@ impl Tail<'_> {
             spec.target.cost_table = Some(CostTableSource::File(table.name().to_owned()));
         }
         spec
+    }
+
+    /// Why the candidate was measured without the parent, where it was.
+    fn alone(&self, winner: usize, verified: &MeasuredPair) -> Option<String> {
+        if let Some(shortage) = self.profiled.parent.shortage() {
+            return Some(format!(
+                "the parent does not fit this device ({shortage}): its figures are predicted, and candidates were measured \
+                 alone"
+            ));
+        }
+        let checked = self.accepted.get(winner).map(|accepted| &accepted.pair.parent);
+        let shortage = verified.parent.shortage().or(checked?.shortage())?;
+        Some(format!(
+            "the parent does not fit beside the candidate ({shortage}), which was measured alone; shares are of the parent \
+             as profiled"
+        ))
     }
 
     /// Budgets that the data could not fill.
@@ -120,7 +137,7 @@ impl Tail<'_> {
             block_parameters(self.architecture()),
             block_parameters(&candidate),
         );
-        let parent = espalier_search::Figures::measured(&self.profiled.parent, parameters.0);
+        let parent = espalier_search::Figures::of_parent(&self.profiled.parent, parameters.0);
         let prediction = &winner.chosen.prediction;
         let mut reports = Vec::new();
         for limit in self.context.spec.target.limits.iter() {
@@ -133,7 +150,7 @@ impl Tail<'_> {
                 metric,
                 asked: limit.bound,
                 limit: limit.resolve(&parent)?.value,
-                parent: parent.get(metric).unwrap_or(verified.parent),
+                parent: parent.get(metric),
                 predicted: prediction.figures.get(metric).unwrap_or(verified.predicted),
                 predicted_error: prediction.errors.get(metric).unwrap_or(0.0),
                 checked,

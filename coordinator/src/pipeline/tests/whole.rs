@@ -21,7 +21,7 @@ fn a_job_with_both_strategies_goes_through_every_stage_to_an_outcome_inside_the_
         outcome.strategies[1].recovery_tokens
     );
     let latency = &outcome.limits[0];
-    assert!(latency.verified.inside && latency.verified.value < 0.75 * latency.parent);
+    assert!(latency.verified.inside && latency.verified.value < 0.75 * latency.parent.unwrap());
     assert!(
         latency.verified.error.abs() < 1e-9,
         "the world is additive: {}",

@@ -5,7 +5,10 @@ use espalier_proto::task::{
     ArtifactId, Exported, Ingested, MeasuredPair, ParentRef, Profile, Profiled, Quality, Recovered,
     ScoreBlock, Shard, TaskOutput, TaskSpec,
 };
-use espalier_search::{CostKey, CostRow, Measurement, Mode, Point, Score, Subject, Summary, Workload};
+use espalier_search::{
+    CostKey, CostRow, EngineMemory, Measurement, Mode, Point, Score, Shortage, Subject, Summary, WholeParent,
+    Workload,
+};
 
 use crate::pipeline::*;
 
@@ -68,6 +71,10 @@ pub(super) struct World {
     pub(super) disturbed: f64,
     /// How much slower the machine is now than when it profiled.
     pub(super) pace: f64,
+    /// Why nobody can measure the parent.
+    pub(super) shortage: Option<Shortage>,
+    /// Why nobody can measure it beside a candidate.
+    pub(super) beside: Option<Shortage>,
     pub(super) log: Vec<Stage>,
 }
 
@@ -79,6 +86,8 @@ impl Default for World {
             drifts: vec![0.0],
             disturbed: 0.0,
             pace: 1.0,
+            shortage: None,
+            beside: None,
             log: Vec::new(),
         }
     }
@@ -162,18 +171,28 @@ pub(super) fn shard() -> Shard {
 
 impl World {
     pub(super) fn pair(&mut self, candidate: &Architecture, slower: f64) -> TaskOutput {
-        let parent_drift = if self.drifts.len() > 1 {
+        let drift = if self.drifts.len() > 1 {
             self.drifts.remove(0)
         } else {
             self.drifts[0]
         };
         TaskOutput::Measured(Box::new(MeasuredPair {
-            parent: measurement(&parent(), self.pace),
+            parent: match self.beside {
+                Some(shortage) => WholeParent::TooLarge(shortage),
+                None => self.whole_parent(self.pace),
+            },
             candidate: measurement(candidate, self.pace * self.bias * slower),
-            parent_drift,
+            drift,
             disturbed: self.disturbed,
             serving: None,
         }))
+    }
+
+    fn whole_parent(&self, pace: f64) -> WholeParent {
+        match self.shortage {
+            Some(shortage) => WholeParent::TooLarge(shortage),
+            None => WholeParent::Measured(measurement(&parent(), pace)),
+        }
     }
 
     pub(super) fn answer(&mut self, spec: &TaskSpec, exported: &mut Option<Architecture>) -> TaskOutput {
@@ -195,8 +214,12 @@ impl World {
             TaskSpec::Profile(profile) => TaskOutput::Profile(Profiled {
                 key: key(),
                 rows: rows(profile),
-                parent: measurement(&parent(), 1.0),
-                memory: None,
+                parent: self.whole_parent(1.0),
+                memory: self.shortage.map(|_| EngineMemory {
+                    overhead_bytes: 1_000_000,
+                    block_tokens: 1,
+                    spare_blocks: 0,
+                }),
             }),
             TaskSpec::Calibrate(_) => TaskOutput::Calibrate {
                 importance: ArtifactId("i".to_owned()),

@@ -5,9 +5,9 @@ use std::path::Path;
 
 use espalier_arch::{Activation, Attention, Block, BlockShape, Family, Mlp};
 use espalier_proto::task::{
-    ArtifactId, Calibrate, Check, Engine, Ingested, ParentRef, Profile, Profiled, Shard,
+    ArtifactId, Calibrate, Check, Engine, Ingested, ParentRef, Profile, Profiled, Shard, Verify,
 };
-use espalier_search::{CostKey, CostRow, Measurement, Mode, Subject, Summary, Workload};
+use espalier_search::{CostKey, CostRow, Measurement, Mode, Subject, Summary, WholeParent, Workload};
 
 use super::*;
 
@@ -56,13 +56,10 @@ fn a_task_needs_a_device_for_what_its_child_holds_of_the_parent() {
         each: 2,
         parent,
         streamed: parent / 2,
+        exported: parent / 4,
     };
     let calibrate = TaskSpec::Calibrate(Calibrate {
-        parent: ParentRef {
-            source: "p".to_owned(),
-            fingerprint: "f".to_owned(),
-            permutation: None,
-        },
+        parent: parent_ref(),
         shard: Shard {
             artifact: ArtifactId("0".repeat(64)),
             sequences: 1,
@@ -81,23 +78,45 @@ fn a_task_needs_a_device_for_what_its_child_holds_of_the_parent() {
         bytes / 2,
         "and not where it would fill the device"
     );
+    let mut smaller = parent();
+    smaller.blocks.pop();
     let check = TaskSpec::Check(Check {
         parent: parent(),
-        architecture: parent(),
-        workload: Workload {
-            prompt_tokens: 1,
-            output_tokens: 1,
-            concurrency: 1,
-        },
+        architecture: smaller.clone(),
+        workload: WORKLOAD,
         running: None,
         repeats: 1,
         engine: Engine::Builtin,
     });
+    let wanted = needs(&check, weights(0));
     assert_eq!(
-        needs(&check, weights(0)).memory_bytes,
-        bytes,
-        "of shapes it is told itself"
+        (wanted.memory_bytes, wanted.ample_bytes),
+        (weight_bytes(&smaller, 2), bytes),
+        "of shapes it is told itself: the parent where there is room, the candidate where there is not"
     );
+    let verify = TaskSpec::Verify(Verify {
+        parent: parent_ref(),
+        directory: "d".to_owned(),
+        workload: WORKLOAD,
+        repeats: 1,
+        engine: Engine::Builtin,
+    });
+    let wanted = needs(&verify, weights(bytes));
+    assert_eq!((wanted.memory_bytes, wanted.ample_bytes), (bytes / 4, bytes));
+}
+
+const WORKLOAD: Workload = Workload {
+    prompt_tokens: 1,
+    output_tokens: 1,
+    concurrency: 1,
+};
+
+fn parent_ref() -> ParentRef {
+    ParentRef {
+        source: "p".to_owned(),
+        fingerprint: "f".to_owned(),
+        permutation: None,
+    }
 }
 
 fn ingested() -> TaskOutput {
@@ -173,13 +192,13 @@ fn measured(profile: &Profile) -> TaskOutput {
             mode: Mode::Eager,
         },
         rows: rows.collect(),
-        parent: Measurement {
+        parent: WholeParent::Measured(Measurement {
             latency_ms: once.clone(),
             first_token_ms: once.clone(),
             per_token_ms: once.clone(),
             throughput_tokens_per_second: once,
             memory_bytes: 1 << 20,
-        },
+        }),
         memory: None,
     })
 }

@@ -271,6 +271,22 @@ fn an_exchange_waits_for_a_rank_that_works_alone_for_longer_than_a_call_may_take
 }
 
 #[test]
+fn a_piece_of_nothing_in_an_exchange_ends_the_mesh() {
+    let (mesh, mut puppet) = beside_a_puppet(&patient());
+    let on_lane = |payload: Vec<u8>| Frame {
+        kind: Kind::Data,
+        lane: EXCHANGE,
+        payload,
+    };
+    put(&mut puppet, &on_lane(2_u64.to_le_bytes().to_vec()), 0, 4);
+    put(&mut puppet, &on_lane(vec![7]), 1, 4);
+    put(&mut puppet, &on_lane(Vec::new()), 2, 4);
+    let error = mesh.exchange(b"ab").unwrap_err();
+    assert!(error.to_string().contains("a piece of nothing"), "{error}");
+    assert_eq!(broken(&mesh).to_string(), error.to_string());
+}
+
+#[test]
 fn a_rank_that_gives_up_is_named_with_its_reason() {
     let all = meshes(3, &patient());
     all[2].give_up(Error::Deadline {

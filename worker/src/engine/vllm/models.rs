@@ -3,7 +3,7 @@
 
 use espalier_arch::{Architecture, BlockShape, Precision};
 use espalier_model::export::flat;
-use espalier_search::{sequence_pages, step_tokens};
+use espalier_search::{Workload, sequence_pages, step_tokens};
 use serde_json::{Value, json};
 
 use super::Error;
@@ -74,6 +74,16 @@ pub(super) struct Load {
 }
 
 impl Load {
+    /// A workload's, of which `running` requests run together, in an engine with so many steps under way.
+    pub fn of(workload: &Workload, running: usize, steps: usize) -> Self {
+        Self {
+            context: workload.prompt_tokens.saturating_add(workload.output_tokens),
+            sequences: running.clamp(1, workload.concurrency),
+            prompt: workload.prompt_tokens,
+            steps,
+        }
+    }
+
     /// Tokens of one step at the most.
     ///
     /// # Errors

@@ -8,6 +8,7 @@ use std::ops::Range;
 use espalier_proto::task::{Profile, Profiled};
 use espalier_search::{CostRow, Point, Subject};
 
+use super::beside::Beside;
 use super::contention::What;
 use super::host::{Host, Step};
 use super::models::{Load, config};
@@ -15,14 +16,13 @@ use super::protocol::{DeviceSource, Model, Steps};
 use super::stacks::{Dictionary, Stack, row, standard_error};
 use super::{Error, InVllm};
 use crate::Result;
-use crate::agent::memory::{DeviceMemory, HostMemory};
+use crate::engine::lossless;
 use crate::engine::stacks::last_level_cache_bytes;
 use crate::engine::statistics::median;
-use crate::engine::{Engine, Opened, Series, Subject as Measured, lossless};
 
 /// Rounds at the least, and how many times as many at the most while times scatter.
-const LEAST_ROUNDS: usize = 3;
-const LONGER: usize = 3;
+pub(super) const LEAST_ROUNDS: usize = 3;
+pub(super) const LONGER: usize = 3;
 /// The standard error of a time, as a share of it, with which it is known: by the clock, and a GPU's own.
 const KNOWN: f64 = 0.02;
 const KNOWN_OF_DEVICE: f64 = 0.005;
@@ -95,16 +95,14 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
             task.shapes.len()
         )
     })?;
-    let whole = Measured::Shape(&task.architecture);
-    let parent = engine.open(&whole, &task.workload, task.workload.concurrency)?;
-    let mut series = Series::new(&task.workload);
+    let mut parent = Beside::open(engine, task)?;
     let mut together = dictionary.stacks.len();
     let mut first = 0;
     while first < dictionary.stacks.len() {
         let fitting = fitting(engine, dictionary.stacks.get(first..).unwrap_or_default(), load);
         let group = first..first + fitting.min(together).max(1).min(dictionary.stacks.len() - first);
         let timed = open_group(engine, &dictionary, group.clone(), load, &times, rounds)
-            .and_then(|()| time_group(engine, task, parent, group.clone(), &mut series, &mut times));
+            .and_then(|()| time_group(engine, task, group.clone(), &mut parent, &mut times));
         match timed {
             Ok(()) => {
                 first = group.end;
@@ -121,6 +119,12 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
                 together = group.len() / 2;
                 forget(&mut times, group);
                 engine.begin_anew()?;
+            }
+            Err(error) if parent.is_open() && is_for_want_of_memory(&error, engine) => {
+                tracing::warn!(%error, "there is no room for one engine beside the parent");
+                forget(&mut times, group);
+                engine.begin_anew()?;
+                parent.leave(engine, rounds)?;
             }
             Err(error) => return Err(error),
         }
@@ -139,8 +143,8 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
     Ok(Profiled {
         key: engine.cost_key(task.architecture.hidden),
         rows: rows.concat(),
-        parent: series.measurement(engine.memory_bytes(parent)),
-        memory: engine.memory_of(parent),
+        memory: parent.memory,
+        parent: parent.told(),
     })
 }
 
@@ -161,21 +165,16 @@ fn is_for_want_of_memory(error: &crate::Error, engine: &InVllm<'_>) -> bool {
 fn time_group(
     engine: &mut InVllm<'_>,
     task: &Profile,
-    parent: Opened,
     group: Range<usize>,
-    series: &mut Series,
+    parent: &mut Beside,
     times: &mut Times,
 ) -> Result<()> {
     let rounds = task.rounds.max(LEAST_ROUNDS);
     let mut round = 0;
     while round < rounds
-        || (round < rounds * LONGER
-            && (series.runs() < LEAST_ROUNDS || !is_known(times, group.clone(), rounds)))
+        || (round < rounds * LONGER && (parent.is_unknown() || !is_known(times, group.clone(), rounds)))
     {
-        let sample = engine.run(parent)?;
-        if !sample.disturbed {
-            series.push(sample);
-        }
+        parent.run(engine)?;
         time_round(engine, task, group.clone(), round, times)?;
         round += 1;
         if round >= LEAST_ROUNDS {
@@ -191,7 +190,7 @@ fn time_group(
             return Err(engine.contention.too_noisy(What::Steps(*point)));
         }
     }
-    if series.runs() < LEAST_ROUNDS {
+    if parent.is_unknown() {
         return Err(engine.contention.too_noisy(What::Workload));
     }
     Ok(())
@@ -282,12 +281,7 @@ fn load_of(task: &Profile, steps: usize) -> Load {
 /// How many of the first of these models fit half of the memory together.
 fn fitting(engine: &InVllm<'_>, stacks: &[Stack], load: Load) -> usize {
     let block_tokens = engine.helper.hello.block_tokens.multiple;
-    let hello = &engine.helper.hello;
-    let free = match hello.platform.as_str() {
-        "cpu" => HostMemory.free_bytes().unwrap_or(hello.memory_bytes),
-        _ => hello.memory_bytes,
-    };
-    let room = free.min(hello.memory_bytes) / 2;
+    let room = engine.room_bytes() / 2;
     let mut taken = 0_u64;
     let fits = stacks.iter().take_while(|stack| {
         let architecture = &stack.architecture;
@@ -329,14 +323,7 @@ fn open_group(
 /// Closes those of the group that are open. What they told stands, whatever comes of that.
 fn close_group(engine: &mut InVllm<'_>, group: Range<usize>) -> Result<()> {
     for index in group {
-        match engine.helper.close(&name(index), engine.surroundings) {
-            Ok(()) => {}
-            Err(crate::Error::Cancelled) => return Err(crate::Error::Cancelled),
-            Err(error) => {
-                tracing::warn!(%error, "engines that were timed cannot be closed");
-                return engine.begin_anew();
-            }
-        }
+        engine.close_engine(&name(index))?;
     }
     Ok(())
 }

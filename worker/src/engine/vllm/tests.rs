@@ -6,6 +6,7 @@ mod environment;
 mod failures;
 mod pair;
 mod profile;
+mod too_large;
 
 use std::cell::{Cell, RefCell};
 use std::fs;

@@ -5,8 +5,9 @@ use super::*;
 #[test]
 fn parent_and_candidate_are_served_in_turns_and_their_memory_is_what_the_engine_holds() {
     let pair = World::new(&[]).pair(None).unwrap();
-    assert_eq!(pair.parent.latency_ms.samples.len(), 4);
-    let ratio = pair.candidate.latency_ms.median / pair.parent.latency_ms.median;
+    let of_parent = pair.parent.measured().unwrap();
+    assert_eq!(of_parent.latency_ms.samples.len(), 4);
+    let ratio = pair.candidate.latency_ms.median / of_parent.latency_ms.median;
     assert!(ratio > 0.4 && ratio < 0.9, "{ratio}");
     // Blocks of 32 tokens: 3 for each of 2 sequences and the null block; 2 × 64 × 2 bytes a token and block.
     let state = |blocks: u64| 7 * 32 * 2 * 64 * 2 * blocks;
@@ -14,13 +15,13 @@ fn parent_and_candidate_are_served_in_turns_and_their_memory_is_what_the_engine_
     let mut smaller = parent();
     smaller.blocks.truncate(3);
     let expected = (weights(&parent()) - weights(&smaller)) + state(3) - state(2);
-    let found = pair.parent.memory_bytes - pair.candidate.memory_bytes;
+    let found = of_parent.memory_bytes - pair.candidate.memory_bytes;
     let norms = 2 * 128 * 4;
     assert!(
         found.abs_diff(expected) <= norms + (1 << 20),
         "{found} for {expected}"
     );
-    assert!(pair.parent.first_token_ms.median < pair.parent.latency_ms.median);
+    assert!(of_parent.first_token_ms.median < of_parent.latency_ms.median);
 }
 
 #[test]
@@ -28,7 +29,10 @@ fn on_a_gpu_memory_is_also_what_opening_kept_what_serving_took_and_the_process_o
     let pair = World::new(&[("FAKE_VLLM_CUDA", "1")]).pair(None).unwrap();
     let mut smaller = parent();
     smaller.blocks.truncate(3);
-    for (architecture, measured, attention) in [(parent(), &pair.parent, 3), (smaller, &pair.candidate, 2)] {
+    for (architecture, measured, attention) in [
+        (parent(), pair.parent.measured().unwrap(), 3),
+        (smaller, &pair.candidate, 2),
+    ] {
         // Blocks of 16 tokens: 5 for each of 2 sequences and the null block.
         let state = 11 * 16 * 2 * 64 * 2 * attention;
         let weights = 2 * architecture.parameters().total;

@@ -3,7 +3,7 @@
 use super::*;
 
 /// The fake's formula, milliseconds.
-fn true_cost(subject: &RowSubject, point: Point) -> f64 {
+pub(super) fn true_cost(subject: &RowSubject, point: Point) -> f64 {
     let (tokens, keys) = match point {
         Point::Prefill { tokens, sequences } => (tokens * sequences, tokens * tokens * sequences),
         Point::Decode { context, sequences } => (sequences, context * sequences),
@@ -56,7 +56,7 @@ fn times_that_scatter_are_taken_more_often_and_their_scatter_is_told() {
         .iter()
         .filter(|row| matches!(row.subject, RowSubject::Block(_)));
     assert!(blocks.map(|row| row.spread_ms).sum::<f64>() > 0.0);
-    let rounds = profiled.parent.latency_ms.samples.len();
+    let rounds = profiled.parent.measured().unwrap().latency_ms.samples.len();
     assert!(rounds > task().rounds, "{rounds}");
 }
 
@@ -75,7 +75,7 @@ fn others_are_waited_for_and_no_time_beside_them_is_in_a_row() {
         let world = World::new(&[("FAKE_VLLM_BUSY", busy)]);
         let profiled = world.profile().unwrap();
         expect_true_costs(&profiled);
-        let latencies = &profiled.parent.latency_ms;
+        let latencies = &profiled.parent.measured().unwrap().latency_ms;
         assert!(latencies.spread < 0.01 * latencies.median, "{latencies:?}");
         let told = world.whoever.told.borrow();
         let waited = told
@@ -175,7 +175,15 @@ fn fewer_engines_are_open_at_once_where_there_is_no_room_for_all() {
         later.profile().is_ok(),
         "also where it shows while they are timed"
     );
-    let crate::Error::Vllm(error) = World::new(&[("FAKE_VLLM_ENGINES", "1")]).profile().unwrap_err() else {
+    let alone = World::new(&[("FAKE_VLLM_ENGINES", "1")]).profile().unwrap();
+    let rounds = alone.parent.measured().unwrap().latency_ms.samples.len();
+    assert_eq!(
+        rounds,
+        task().rounds,
+        "where there is room for one engine, the parent is the first"
+    );
+    assert_eq!(alone.rows.len(), 5 * task().points.len());
+    let crate::Error::Vllm(error) = World::new(&[("FAKE_VLLM_ENGINES", "0")]).profile().unwrap_err() else {
         panic!("another error");
     };
     assert_eq!(error.failure_kind(), FailureKind::OutOfMemory, "{error}");
@@ -212,7 +220,7 @@ fn on_a_gpu_rounds_end_with_its_own_times_however_the_clock_scatters() {
     let mut task = task();
     task.rounds = 7;
     let profiled = world.profile_of(&task).unwrap();
-    assert_eq!(profiled.parent.latency_ms.samples.len(), 7);
+    assert_eq!(profiled.parent.measured().unwrap().latency_ms.samples.len(), 7);
     let asked = fs::read_to_string(log.path()).unwrap();
     let steps = asked.lines().filter(|line| line.contains("\"steps\"")).count();
     // A parent, a short model, and two stacks of each shape: their own times do not scatter and take three rounds.

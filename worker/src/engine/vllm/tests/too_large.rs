@@ -1,0 +1,103 @@
+//! Parents without room: what is measured without them, and that nothing stays open.
+
+use super::profile::true_cost;
+use super::*;
+
+/// What the fake holds of a model under the workload.
+fn held_bytes(architecture: &Architecture) -> u64 {
+    let load = models::Load::of(&WORKLOAD);
+    architecture.weight_bytes(Precision::Bf16) + load.kv_bytes(architecture, Precision::Bf16, 32)
+}
+
+#[test]
+fn a_parent_without_room_leaves_rows_and_what_the_engine_needs_and_no_engine_open() {
+    let log = tempfile::tempdir().unwrap();
+    let path = log.path().join("requests");
+    // Deeper than any stack.
+    let mut deep = parent();
+    for layer in 3..1500 {
+        let shapes = [attention(2), mlp(512)];
+        deep.blocks.extend(shapes.map(|shape| Block { layer, shape }));
+    }
+    let asked = Profile {
+        architecture: deep.clone(),
+        ..task()
+    };
+    let fits = (held_bytes(&deep) * 9 / 10).to_string();
+    let world = World::new(&[
+        ("FAKE_VLLM_MEMORY", &fits),
+        ("FAKE_VLLM_LOG", path.to_str().unwrap()),
+    ]);
+    let profiled = world.profile_of(&asked).unwrap();
+    let shortage = profiled.parent.shortage().unwrap();
+    assert_eq!(shortage.needed_bytes, held_bytes(&deep));
+    assert_eq!(profiled.rows.len(), 5 * task().points.len());
+    for row in &profiled.rows {
+        let expected = true_cost(&row.subject, row.point);
+        assert!(
+            (row.median_ms - expected).abs() < 0.02 * expected + 0.002,
+            "{row:?}"
+        );
+    }
+    let whole = World::new(&[]).profile().unwrap();
+    assert_eq!(
+        profiled.memory.unwrap().block_tokens,
+        whole.memory.unwrap().block_tokens
+    );
+    let requests = fs::read_to_string(&path).unwrap();
+    let count = |verb: &str| requests.matches(verb).count();
+    assert_eq!(
+        count("\"open\""),
+        count("\"close\"") + 1,
+        "all that opened was closed: {requests}"
+    );
+}
+
+#[test]
+fn a_candidate_is_served_alone_where_the_parent_has_no_room_or_none_beside_it() {
+    let mut smaller = parent();
+    smaller.blocks.truncate(3);
+    let both = held_bytes(&parent()) + held_bytes(&smaller);
+    // The fake has no norms, which are a few kilobytes.
+    for (fits, says) in [
+        (held_bytes(&parent()) - 4096, "out of memory in fact"),
+        (both - 4096, "not beside the candidate"),
+    ] {
+        let pair = World::new(&[("FAKE_VLLM_MEMORY", &fits.to_string())])
+            .pair()
+            .unwrap();
+        let shortage = pair.parent.shortage().expect(says);
+        assert_eq!(shortage.needed_bytes, held_bytes(&parent()), "{says}");
+        assert_eq!(pair.candidate.latency_ms.samples.len(), 4, "{says}");
+    }
+    let fits = both.to_string();
+    let pair = World::new(&[("FAKE_VLLM_MEMORY", &fits)]).pair().unwrap();
+    assert!(pair.parent.measured().is_some());
+    // Somebody else's memory may be given back.
+    let busy = World::new(&[("FAKE_VLLM", "open=busy")]).pair().unwrap_err();
+    assert!(matches!(busy, crate::Error::Vllm(Error::Busy { .. })), "{busy}");
+}
+
+#[test]
+fn what_is_counted_not_to_fit_is_not_tried() {
+    let log = tempfile::tempdir().unwrap();
+    let path = log.path().join("requests");
+    let world = World::new(&[("FAKE_VLLM_LOG", path.to_str().unwrap()), ("FAKE_VLLM_CUDA", "1")]);
+    let mut vllm = Vllm::new(world.options.clone());
+    let mut engine = vllm.engine(Precision::Bf16, &world.whoever).unwrap();
+    let mut vast = parent();
+    // The fake's device has 8 GiB.
+    vast.blocks.extend((3..12).map(|layer| Block {
+        layer,
+        shape: mlp(2 << 20),
+    }));
+    let opened = engine
+        .open_where_it_fits(&Subject::Shape(&vast), &WORKLOAD)
+        .unwrap();
+    let shortage = opened.unwrap_err();
+    assert!(
+        shortage.needed_bytes > 8 << 30 && shortage.free_bytes == 8 << 30,
+        "{shortage}"
+    );
+    assert_eq!(fs::read_to_string(&path).unwrap().matches("\"open\"").count(), 0);
+}
