@@ -6,7 +6,8 @@ use prost::Message;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=proto");
-    let files = ["cluster", "jobs", "tasks", "workers"].map(|name| format!("espalier/v1/{name}.proto"));
+    let files =
+        ["cluster", "jobs", "tables", "tasks", "workers"].map(|name| format!("espalier/v1/{name}.proto"));
     let descriptors = protox::compile(files, ["proto"])?;
     let encoded = PathBuf::from(std::env::var("OUT_DIR")?).join("descriptors.bin");
     std::fs::write(encoded, descriptors.encode_to_vec())?;

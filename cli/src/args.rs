@@ -178,6 +178,9 @@ pub(crate) struct Run {
     /// added. Default: none is kept.
     #[arg(long, env = "ESPALIER_COST_TABLES", value_name = "DIR")]
     pub cost_tables: Option<PathBuf>,
+    /// Measure what blocks cost anew, whatever the cost tables have; as the spec's `target.measure_anew`.
+    #[arg(long)]
+    pub anew: bool,
     /// Worker processes to start.
     #[arg(long, env = "ESPALIER_WORKERS", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub workers: u16,
@@ -333,7 +336,9 @@ mod tests {
         for words in [
             &["estimate", "config.json"][..],
             &["plan", "out"],
+            &["profile", "list"],
             &["profile", "list", "--cost-tables", "tables"],
+            &["profile", "remove", "0a1b"],
             &["profile", "run", "job.yaml"],
         ] {
             let words = [&["espalier"], words].concat();

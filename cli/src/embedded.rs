@@ -45,6 +45,7 @@ pub(crate) async fn run(arguments: Run, logging: &Logging) -> anyhow::Result<()>
 }
 
 async fn run_spec(mut spec: JobSpec, arguments: Run, logging: &Logging) -> anyhow::Result<()> {
+    spec.target.measure_anew |= arguments.anew;
     let devices = devices_of(&arguments, &mut spec).await?;
     let output = PathBuf::from(spec.output.clone().unwrap_or_default());
     if output.symlink_metadata().is_ok() {

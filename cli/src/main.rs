@@ -70,7 +70,9 @@ fn run(command: Command, logging: &Logging, telemetry: &telemetry::Telemetry) ->
         Command::DeviceLook { device } => commands::device::look(device),
         Command::Plan(asked) => runtime()?.block_on(commands::plan::run(&asked)),
         Command::Profile(ProfileCommand::Run(run)) => runtime()?.block_on(embedded::profile(*run, logging)),
-        Command::Profile(ProfileCommand::Tables(command)) => commands::profile::run(command),
+        Command::Profile(ProfileCommand::Tables(command)) => {
+            runtime()?.block_on(commands::profile::run(command))
+        }
         Command::Estimate(asked) => commands::estimate::run(&asked),
         Command::Device(DeviceCommand::List { how }) => commands::device::list(how),
         Command::Run(run) => runtime()?.block_on(embedded::run(run, logging)),

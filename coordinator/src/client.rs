@@ -1,8 +1,9 @@
 //! Talking to a coordinator: a thin client with deadlines, whose errors say what to do.
 //!
-//! Jobs are here and in [`jobs`], tasks and workers in [`tasks`] and [`workers`].
+//! Jobs are here and in [`jobs`], tasks and workers in [`tasks`] and [`workers`], cost tables in [`kept`].
 
 mod jobs;
+mod kept;
 mod tasks;
 mod workers;
 
@@ -12,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use espalier_proto::MESSAGE_LIMIT_BYTES;
 use espalier_proto::v1::cluster_client::ClusterClient;
+use espalier_proto::v1::cost_tables_client::CostTablesClient;
 use espalier_proto::v1::tasks_client::TasksClient;
 use espalier_proto::v1::{self, jobs_client::JobsClient, submit_request::Spec};
 use tonic::transport::{Channel, Endpoint};
@@ -27,6 +29,7 @@ pub struct Client {
     inner: JobsClient<Channel>,
     tasks: TasksClient<Channel>,
     cluster: ClusterClient<Channel>,
+    kept: CostTablesClient<Channel>,
     endpoint: String,
     deadline: Duration,
 }
@@ -66,6 +69,9 @@ impl Client {
         let cluster = ClusterClient::new(channel.clone())
             .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
             .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
+        let kept = CostTablesClient::new(channel.clone())
+            .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
+            .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
         let inner = JobsClient::new(channel)
             .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
             .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
@@ -73,6 +79,7 @@ impl Client {
             inner,
             tasks,
             cluster,
+            kept,
             endpoint: with_scheme,
             deadline,
         })

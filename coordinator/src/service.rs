@@ -11,6 +11,7 @@ mod handle;
 mod history;
 mod inbox;
 mod jobs;
+mod kept;
 mod log;
 mod options;
 mod outcome;

@@ -87,6 +87,9 @@ pub struct Target {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::CostTable>")]
     pub cost_table: Option<CostTableSource>,
+    /// Measure what blocks cost anew, whatever earlier jobs measured of such a target; what is kept of it is replaced.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub measure_anew: bool,
 }
 
 /// Where the result will run.

@@ -248,6 +248,18 @@ pub struct Profiled {
     /// What the engine needs and rounds, where it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<EngineMemory>,
+    /// How many of the rows, the first ones, earlier jobs had measured. Where all of them, then the parent too.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub reused_rows: usize,
+    /// Whether others went on using the processors while something was timed, so that times may be too long. The job
+    /// itself checks what it chooses by them; other jobs are not told.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub disturbed: bool,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // as serde asks
+fn is_none(count: &usize) -> bool {
+    *count == 0
 }
 
 /// Asks for importance sums over one shard.

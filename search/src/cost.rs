@@ -1,5 +1,6 @@
 //! Measured time of each block shape on one target.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use espalier_arch::BlockShape;
@@ -25,6 +26,11 @@ pub struct CostKey {
     /// How the engine ran its operations.
     #[serde(default)]
     pub mode: Mode,
+    /// What else times depend on, each by its name: the versions of torch, of the plugin and of a GPU's driver, libraries
+    /// that were preloaded, settings of the engine. Empty for the built-in engine on a processor, and in tables from
+    /// before it was told.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub environment: BTreeMap<String, String>,
 }
 
 impl CostKey {
@@ -131,6 +137,17 @@ pub struct CostRow {
     pub spread_ms: f64,
     /// How many repeats.
     pub repeats: usize,
+}
+
+impl CostRow {
+    /// Standard error of the median, milliseconds. For a normal distribution σ is 1.4826 of the median absolute deviation,
+    /// and the median of n has a standard error of √(π/2)·σ/√n.
+    pub fn error_ms(&self) -> f64 {
+        const ERROR_OF_MEDIAN: f64 = 1.4826 * 1.253_314_137_315_5;
+        #[allow(clippy::cast_precision_loss)] // a handful of repeats
+        let repeats = self.repeats.max(1) as f64;
+        ERROR_OF_MEDIAN * self.spread_ms / repeats.sqrt()
+    }
 }
 
 /// Measured time of each block shape on one target.

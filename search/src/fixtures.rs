@@ -67,6 +67,7 @@ pub(crate) fn table(rows: &[(Subject, Point, f64, f64)]) -> CostTable {
             hidden: 32,
             parallelism: 1,
             mode: Mode::Eager,
+            environment: std::collections::BTreeMap::new(),
         },
         rows: rows.collect(),
         memory: None,

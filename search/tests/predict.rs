@@ -72,6 +72,7 @@ fn table(engine: &str, rows: Vec<(Subject, Point, f64, f64)>) -> CostTable {
             hidden: 16,
             parallelism: 1,
             mode: Mode::Graphs,
+            environment: std::collections::BTreeMap::new(),
         },
         rows: rows.into_iter().map(row).collect(),
         memory: None,

@@ -42,6 +42,8 @@ Time passes as if it were slept. The environment says what else is different:
     FAKE_VLLM_VERSION  the version it says it is, "0.32.0"
     FAKE_VLLM_CUDA     1: a GPU, with graphs. Its own time of a step is 60% of the above; by the clock a step of n blocks
                        takes the longer of that and 100 µs, and of 300 + 60 n
+    FAKE_VLLM_PRELOAD  what it says was preloaded
+    FAKE_VLLM_THREADS  threads of the engines that it opens, 1, which is what it says it has
     FAKE_VLLM_LOG      path of a file to which each request's line is appended
 """
 
@@ -59,6 +61,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from espalier_vllm.helper import PROTOCOL  # noqa: E402
 from espalier_vllm.helper.channel import Channel  # noqa: E402
 from espalier_vllm.helper.clock import Moment  # noqa: E402
+from espalier_vllm.helper.engine import settings_of  # noqa: E402
 from espalier_vllm.helper.failure import Failure  # noqa: E402
 from espalier_vllm.helper.session import Session  # noqa: E402
 
@@ -251,7 +254,8 @@ class FakePlatform:
             "platform": "cuda" if CUDA else "cpu",
             "device": "fake GPU" if CUDA else "fake processor",
             "threads": 1,
-            "preload": "",
+            "preload": os.environ.get("FAKE_VLLM_PRELOAD", ""),
+            "settings": settings_of(os.environ),
             "head_sizes": None if CUDA else HEAD_SIZES,
             "precisions": ["bf16", "f32"],
             "graphs": CUDA,
@@ -319,7 +323,7 @@ class FakePlatform:
             "kv_bytes_per_token": by_token,
             "captured": engine.graph_sizes if CUDA and fields["compiled"] else [],
             "async_scheduling": False,
-            "threads": 1,
+            "threads": int(os.environ.get("FAKE_VLLM_THREADS", "1")),
             "serve_arguments": ["--max-num-seqs", str(fields["max_sequences"]), "--no-enable-prefix-caching"],
             "serve_environment": {} if CUDA else {"OMP_NUM_THREADS": "1"},
             "seconds": 0.1,

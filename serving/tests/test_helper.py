@@ -668,6 +668,13 @@ class Pure(unittest.TestCase):
             time.sleep(0.1)
         self.assertGreaterEqual(clock.group_seconds(), before + 0.2)
 
+    def test_what_times_depend_on_is_told_and_what_they_do_not_is_not(self):
+        found = {"VLLM_CACHE_ROOT": "/a", "VLLM_LOG_STATS_INTERVAL": "1", "HF_HOME": "/b", "VLLM_ATTENTION_BACKEND": "X"}
+        engine.prepare_environment(found)
+        self.assertEqual(engine.settings_of(found), {"VLLM_ATTENTION_BACKEND": "X"})
+        found["VLLM_CPU_OMP_THREADS_BIND"] = "0-15"
+        self.assertIn("VLLM_CPU_OMP_THREADS_BIND", engine.settings_of(found))
+
     def test_a_window_needs_no_more_blocks_than_it_keeps(self):
         limits = {"block_tokens": 32, "max_tokens": 64, "windows": [None]}
         self.assertEqual(measure.blocks_of(limits, 1000), 32)

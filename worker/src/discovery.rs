@@ -57,9 +57,7 @@ pub fn look(only: Option<u32>) -> Machine {
     match cuda::discover(only) {
         Ok(survey) => Machine {
             cuda: Some(survey.driver.to_string()),
-            driver: std::fs::read_to_string("/proc/driver/nvidia/version")
-                .ok()
-                .and_then(|text| module_version(&text)),
+            driver: driver_version(),
             gpus: survey.devices.into_iter().map(gpu).collect(),
             ..Machine::default()
         },
@@ -69,6 +67,12 @@ pub fn look(only: Option<u32>) -> Machine {
             ..Machine::default()
         },
     }
+}
+
+/// The version of NVIDIA's driver, where its kernel module tells it.
+pub(crate) fn driver_version() -> Option<String> {
+    let text = std::fs::read_to_string("/proc/driver/nvidia/version").ok()?;
+    module_version(&text)
 }
 
 /// The first word of dotted numbers: `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  …`.

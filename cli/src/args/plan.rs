@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 use espalier_search::{Limits, Workload};
 
 use super::Run;
-use super::remote::{How, Remote};
+use super::remote::Remote;
 use super::values::{limits, workload};
 
 #[derive(Debug, Args)]
@@ -42,12 +42,14 @@ pub(crate) struct Plan {
     pub remote: Remote,
 }
 
-/// Where cost tables are kept.
-#[derive(Debug, Clone, Args)]
+/// Where cost tables are kept: by a coordinator, or in a directory.
+#[derive(Debug, Args)]
 pub(crate) struct Tables {
-    /// Directory in which cost tables are kept: a coordinator's is `cost-tables` in its data directory.
+    /// A directory of cost tables, as `espalier run --cost-tables` keeps them, instead of a coordinator's.
     #[arg(long, env = "ESPALIER_COST_TABLES", value_name = "DIR")]
-    pub cost_tables: PathBuf,
+    pub cost_tables: Option<PathBuf>,
+    #[command(flatten)]
+    pub remote: Remote,
 }
 
 #[derive(Debug, Subcommand)]
@@ -65,8 +67,6 @@ pub(crate) enum TablesCommand {
     List {
         #[command(flatten)]
         tables: Tables,
-        #[command(flatten)]
-        how: How,
     },
     /// Show the rows of one table.
     Show {
@@ -74,8 +74,6 @@ pub(crate) enum TablesCommand {
         key: String,
         #[command(flatten)]
         tables: Tables,
-        #[command(flatten)]
-        how: How,
     },
     /// Write a table to a file, for another machine or for `target.cost_table`.
     Export {
@@ -83,6 +81,16 @@ pub(crate) enum TablesCommand {
         key: String,
         /// The file; it must not exist.
         file: PathBuf,
+        #[command(flatten)]
+        tables: Tables,
+    },
+    /// Remove a table: its target is measured anew.
+    Remove {
+        /// Its id, or as many digits of it as tell it from others.
+        key: String,
+        /// Do not ask on a terminal.
+        #[arg(short, long)]
+        yes: bool,
         #[command(flatten)]
         tables: Tables,
     },

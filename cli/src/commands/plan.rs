@@ -131,7 +131,7 @@ fn one(
     limits: &Limits,
 ) -> Result<Answer, String> {
     let storage: Storage = table.key.precision.parse()?;
-    let parent = kept.parent(known.parent.parameters().in_blocks(), &workload);
+    let parent = kept.parent(&known.parent, &workload);
     let target = Target {
         table,
         memory: MemoryModel::unpaged(storage),

@@ -1,41 +1,31 @@
 //! Cost tables, one a row, and the rows of one.
 
 use espalier_arch::BlockShape;
-use espalier_coordinator::cost_tables::KeptTable;
+use espalier_coordinator::cost_tables::{KeptTable, Summary};
 use espalier_search::{CostRow, Subject};
-use serde_json::json;
 
 use super::Listing;
 
-/// Models that were measured whole, not those that had no room.
-fn measured_whole(table: &KeptTable) -> usize {
-    let parents = table.parents.iter();
-    parents
-        .filter(|parent| parent.measurement.measured().is_some())
-        .count()
-}
-
 /// Tables, one a row.
-pub(crate) fn tables(tables: &[KeptTable]) -> Listing {
-    let row = |table: &KeptTable| {
+pub(crate) fn tables(tables: &[Summary]) -> Listing {
+    let row = |table: &Summary| {
         let key = &table.key;
+        let environment = key
+            .environment
+            .iter()
+            .map(|(name, value)| format!("{name}={value}"));
         vec![
-            table.id(),
+            table.id.clone(),
             key.device.clone(),
             format!("{} {}", key.engine, key.engine_version),
             key.precision.clone(),
             key.hidden.to_string(),
-            table.rows.len().to_string(),
+            table.rows.to_string(),
             key.mode.to_string(),
             key.parallelism.to_string(),
-            measured_whole(table).to_string(),
+            table.parents.to_string(),
+            environment.collect::<Vec<_>>().join(", "),
         ]
-    };
-    let value = |table: &KeptTable| {
-        json!({
-            "id": table.id(), "key": table.key, "rows": table.rows.len(), "parents": measured_whole(table),
-            "memory": table.memory,
-        })
     };
     Listing {
         heads: vec![
@@ -48,10 +38,14 @@ pub(crate) fn tables(tables: &[KeptTable]) -> Listing {
             "MODE",
             "RANKS",
             "PARENTS",
+            "ENVIRONMENT",
         ],
         narrow: 7,
         rows: tables.iter().map(row).collect(),
-        values: tables.iter().map(value).collect(),
+        values: tables
+            .iter()
+            .map(|table| serde_json::to_value(table).unwrap_or_default())
+            .collect(),
         below: None,
     }
 }

@@ -1,10 +1,16 @@
 //! Tables kept, merged, found again, and files that are none.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use std::fs;
+use std::thread;
+use std::time::{Duration, SystemTime};
+
 use espalier_arch::Architecture;
 use espalier_search::{Measurement, Mode, Point, Shortage, Summary};
 
 use super::*;
+use crate::Error;
+use crate::spec::OLDEST_SCHEMA;
 
 fn table(device: &str, rows: &[(usize, f64)]) -> KeptTable {
     let summary = Summary {
@@ -22,6 +28,7 @@ fn table(device: &str, rows: &[(usize, f64)]) -> KeptTable {
             hidden: 8,
             parallelism: 1,
             mode: Mode::Eager,
+            environment: std::collections::BTreeMap::new(),
         },
         rows: rows
             .iter()
@@ -38,6 +45,7 @@ fn table(device: &str, rows: &[(usize, f64)]) -> KeptTable {
             .collect(),
         memory: None,
         parents: vec![KeptParent {
+            architecture: Some(digest(&profile().architecture)),
             block_parameters: 0,
             workload: workload(4),
             measurement: WholeParent::Measured(Measurement {
@@ -49,6 +57,17 @@ fn table(device: &str, rows: &[(usize, f64)]) -> KeptTable {
             }),
         }],
     }
+}
+
+const TORN: &str = "{\"schema\": 2, \"key\"";
+
+fn times(tables: &CostTables) -> Vec<f64> {
+    let (listed, wrong) = tables.list().unwrap();
+    assert!(wrong.is_empty() && listed.len() <= 1, "{listed:?} {wrong:?}");
+    let rows = listed.iter().flat_map(|table| &table.rows);
+    let mut times: Vec<f64> = rows.map(|row| row.median_ms).collect();
+    times.sort_by(f64::total_cmp);
+    times
 }
 
 fn workload(prompt_tokens: usize) -> Workload {
@@ -93,6 +112,19 @@ fn what_is_kept_is_found_by_what_a_profile_asks_for_and_kept_again_changes_nothi
     assert!(known[0].parent.is_some());
     assert!(tables.known(&profile(), "bf16", "builtin").is_empty());
     assert!(tables.known(&profile(), "f32", "vllm").is_empty());
+    let mut in_vllm = table("a", &[(4, 1.0)]);
+    in_vllm.key.engine = "vllm".to_owned();
+    tables.keep(&in_vllm).unwrap();
+    assert!(
+        tables.known(&profile(), "f32", "vllm").is_empty(),
+        "who knows in which environment it was measured"
+    );
+    in_vllm
+        .key
+        .environment
+        .insert("torch".to_owned(), "2.13.0".to_owned());
+    tables.keep(&in_vllm).unwrap();
+    assert_eq!(tables.known(&profile(), "f32", "vllm").len(), 1);
     let other = Profile {
         workload: workload(5),
         ..profile()
@@ -106,12 +138,176 @@ fn rows_measured_again_replace_the_old_and_the_others_stay() {
     let tables = CostTables::at(directory.path());
     tables.keep(&table("a", &[(4, 1.0), (8, 2.0)])).unwrap();
     assert!(tables.keep(&table("a", &[(8, 5.0), (16, 6.0)])).unwrap());
-    let (listed, wrong) = tables.list().unwrap();
-    assert!(wrong.is_empty() && listed.len() == 1);
-    let mut times: Vec<f64> = listed[0].rows.iter().map(|row| row.median_ms).collect();
-    times.sort_by(f64::total_cmp);
-    assert_eq!(times, [1.0, 5.0, 6.0]);
-    assert_eq!(listed[0].parents.len(), 1);
+    assert_eq!(times(&tables), [1.0, 5.0, 6.0]);
+    assert_eq!(tables.list().unwrap().0[0].parents.len(), 1);
+}
+
+#[test]
+fn a_profile_is_taken_once_whatever_was_measured_or_removed_meanwhile() {
+    let directory = tempfile::tempdir().unwrap();
+    let tables = CostTables::at(directory.path());
+    let old = table("a", &[(4, 1.0), (8, 1.0)]);
+    assert!(tables.take(&old).unwrap());
+    assert!(tables.take(&table("a", &[(4, 2.0)])).unwrap());
+    assert!(!tables.take(&old).unwrap(), "its job is planned on");
+    assert_eq!(times(&tables), [1.0, 2.0]);
+    tables.remove(&old.id()[..5]).unwrap();
+    let after_a_restart = CostTables::at(directory.path());
+    assert!(!after_a_restart.take(&old).unwrap());
+    assert!(times(&tables).is_empty());
+    assert!(tables.keep(&old).unwrap(), "who imports it says so himself");
+    assert_eq!(times(&tables), [1.0, 1.0]);
+}
+
+#[test]
+fn only_what_a_profile_measured_itself_and_undisturbed_is_for_others() {
+    let told = table("a", &[(4, 1.0), (8, 2.0), (16, 3.0)]);
+    let mut profiled = Profiled {
+        key: told.key.clone(),
+        rows: told.rows.clone(),
+        parent: told.parents[0].measurement.clone(),
+        memory: None,
+        reused_rows: 2,
+        disturbed: false,
+    };
+    let of = |profiled: &Profiled| KeptTable::of(profiled, workload(4), &profile().architecture);
+    assert_eq!(of(&profiled).unwrap().rows, told.rows[2..]);
+    profiled.disturbed = true;
+    assert_eq!(of(&profiled), None);
+    profiled.disturbed = false;
+    profiled.reused_rows = 3;
+    assert_eq!(of(&profiled), None, "its parent was known too");
+}
+
+#[test]
+fn several_that_add_at_once_lose_nothing_of_each_other() {
+    let directory = tempfile::tempdir().unwrap();
+    let adding: Vec<_> = (0..8_usize)
+        .map(|one| {
+            // Each as a process of its own has it.
+            let tables = CostTables::at(directory.path());
+            thread::spawn(move || {
+                for row in 0..5 {
+                    tables.keep(&table("a", &[(1 + one * 5 + row, 1.0)])).unwrap();
+                    tables.list().unwrap();
+                }
+            })
+        })
+        .collect();
+    for thread in adding {
+        thread.join().unwrap();
+    }
+    assert_eq!(times(&CostTables::at(directory.path())).len(), 40);
+    let names = fs::read_dir(directory.path()).unwrap();
+    let names: Vec<_> = names.map(|file| file.unwrap().file_name()).collect();
+    assert_eq!(names.len(), 2, "the table and the lock: {names:?}");
+}
+
+#[test]
+fn what_cannot_be_read_is_moved_aside_and_what_a_newer_version_wrote_is_left_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let tables = CostTables::at(directory.path());
+    let kept = table("a", &[(4, 1.0)]);
+    let path = directory.path().join(format!("{}.json", kept.id()));
+    fs::write(&path, TORN).unwrap();
+    assert!(tables.keep(&kept).unwrap());
+    fs::write(&path, "\u{0}").unwrap();
+    assert!(tables.keep(&kept).unwrap());
+    let aside = |count: usize| fs::read_to_string(format!("{}.unreadable-{count}", path.display())).unwrap();
+    assert_eq!((aside(1), aside(2)), (TORN.to_owned(), "\u{0}".to_owned()));
+    assert_eq!(times(&tables), [1.0]);
+    let mut newer = serde_json::to_value(&kept).unwrap();
+    newer["schema"] = serde_json::json!(COST_TABLE_SCHEMA + 1);
+    fs::write(&path, newer.to_string()).unwrap();
+    let refused = tables.keep(&kept).unwrap_err();
+    assert!(matches!(refused, Error::Conflict(_)), "{refused}");
+    assert_eq!(fs::read_to_string(&path).unwrap(), newer.to_string());
+}
+
+#[test]
+fn a_parent_is_known_by_its_whole_shape_and_one_that_is_not_told_is_measured_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let tables = CostTables::at(directory.path());
+    let mut kept = table("a", &[(4, 1.0)]);
+    tables.keep(&kept).unwrap();
+    let parent = |profile: &Profile| tables.known(profile, "f32", "builtin")[0].parent.clone();
+    assert!(parent(&profile()).is_some());
+    // The same blocks, the same vocabulary, 16 × 8 weights more.
+    let mut untied = profile();
+    untied.architecture.tied_embedding = false;
+    assert_eq!(parent(&untied), None);
+    let (one, other) = (workload(4), workload(5));
+    assert!(kept.parent(&untied.architecture, &one).is_none());
+    assert!(kept.parent(&profile().architecture, &other).is_some());
+    // As an older version kept it.
+    kept.parents[0].architecture = None;
+    fs::remove_dir_all(directory.path()).unwrap();
+    tables.keep(&kept).unwrap();
+    assert_eq!(parent(&profile()), None);
+    assert!(
+        kept.parent(&untied.architecture, &one).is_some(),
+        "for who names the table"
+    );
+    // Both models stay.
+    tables.keep(&table("a", &[])).unwrap();
+    assert_eq!(tables.list().unwrap().0[0].parents.len(), 2);
+}
+
+#[test]
+fn of_more_than_a_task_can_be_told_it_is_told_what_was_written_last() {
+    let directory = tempfile::tempdir().unwrap();
+    let tables = CostTables::at(directory.path());
+    let mut asked = profile();
+    let rows: Vec<(usize, f64)> = (1..6000).map(|tokens| (tokens, 1.0)).collect();
+    asked.points = table("a", &rows).rows.iter().map(|row| row.point).collect();
+    for (seconds, device) in [(100, "a"), (300, "b"), (200, "c")] {
+        let mut kept = table(device, &rows);
+        // Enough that two of them are told and the third is not.
+        for row in &mut kept.rows {
+            row.median_ms = 1.0 / 3.0;
+        }
+        tables.keep(&kept).unwrap();
+        let file = fs::File::open(directory.path().join(format!("{}.json", kept.id()))).unwrap();
+        let at = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
+        file.set_modified(at).unwrap();
+    }
+    let told = tables.known(&asked, "f32", "builtin");
+    let devices: Vec<&str> = told.iter().map(|kept| kept.key.device.as_str()).collect();
+    assert_eq!(devices, ["b", "c"]);
+    assert!(serde_json::to_vec(&told).unwrap().len() < espalier_proto::PAYLOAD_LIMIT_BYTES / 2);
+}
+
+#[test]
+fn a_file_is_blamed_for_what_is_wrong_with_the_form_that_it_has() {
+    let kept = serde_json::to_value(table("a", &[(4, 1.0)])).unwrap();
+    let parent = &kept["parents"][0];
+    let mut of_a_job = serde_json::json!({
+        "schema": COST_TABLE_SCHEMA,
+        "workload": parent["workload"],
+        "block_parameters": 0,
+        "profile": {"key": kept["key"], "rows": kept["rows"], "parent": parent["measurement"]},
+    });
+    assert_eq!(KeptTable::parse(&of_a_job.to_string()).unwrap().rows.len(), 1);
+    of_a_job["profile"]["rows"][0]["repeats"] = serde_json::json!("three");
+    let reason = KeptTable::parse(&of_a_job.to_string()).unwrap_err();
+    assert!(
+        reason.contains("three") && !reason.contains("profile`"),
+        "{reason}"
+    );
+    for (field, wrong) in [("median_ms", "-1.5"), ("spread_ms", "1e999")] {
+        let mut kept = kept.clone();
+        kept["rows"][0][field] = serde_json::json!(0.25);
+        let text = kept.to_string().replace("0.25", wrong);
+        assert!(KeptTable::parse(&text).is_err(), "{text}");
+    }
+    let negative = kept
+        .to_string()
+        .replace("\"median_ms\":1.0", "\"median_ms\":-1.5");
+    let reason = KeptTable::parse(&negative).unwrap_err();
+    assert!(
+        reason.contains("has -1.5 ± 0 ms for the base with 16 vocabulary entries at prefill of 1 × 4 tokens"),
+        "{reason}"
+    );
 }
 
 #[test]
@@ -142,7 +338,7 @@ fn a_file_that_is_no_table_is_named_and_hides_no_other() {
     let directory = tempfile::tempdir().unwrap();
     let tables = CostTables::at(directory.path());
     tables.keep(&table("a", &[(4, 1.0)])).unwrap();
-    fs::write(directory.path().join("torn.json"), "{\"schema\": 2, \"key\"").unwrap();
+    fs::write(directory.path().join("torn.json"), TORN).unwrap();
     fs::write(directory.path().join("notes.txt"), "mine").unwrap();
     let (listed, wrong) = tables.list().unwrap();
     assert_eq!(listed.len(), 1);
@@ -178,7 +374,7 @@ fn a_file_of_another_schema_is_refused_whichever_form_it_has() {
             assert_eq!(read.is_ok(), is_read, "{read:?}");
             if let Err(reason) = read {
                 assert!(
-                    reason.contains(&format!("has schema {schema}, expected 1 to 2")),
+                    reason.contains(&format!("has schema {schema}, expected 1 to 3")),
                     "{reason}"
                 );
             }

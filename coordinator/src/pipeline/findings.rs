@@ -5,9 +5,9 @@ use espalier_search::Score;
 use espalier_search::plan::Known;
 use serde::{Deserialize, Serialize};
 
-use super::context::{Context, block_parameters};
-use super::{Outcome, Results};
-use crate::spec::{COST_TABLE_SCHEMA, CostTableFile, JobSpec};
+use super::context::Context;
+use super::{Outcome, Results, import};
+use crate::spec::{CostTableFile, JobSpec};
 
 /// What a job has found out so far.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -37,14 +37,11 @@ impl Findings {
         let (Some(ingested), Some(scores)) = (ingested, scores) else {
             return Err("it has no scores yet: ask again once its stage score is done".to_owned());
         };
+        let spec = &*import::settled(spec, &ingested.architecture);
+        let context = Context { spec, results };
         let profiled = context.profiled().map_err(told)?;
-        let cost_table = profiled.map(|profiled| CostTableFile {
-            schema: COST_TABLE_SCHEMA,
-            file: String::new(),
-            workload: context.workload(),
-            block_parameters: block_parameters(&ingested.architecture),
-            profile: profiled.clone(),
-        });
+        let cost_table =
+            profiled.map(|profiled| import::exported(&context, &ingested.architecture, profiled));
         Ok(Self {
             spec: spec.clone(),
             architecture: ingested.architecture.clone(),

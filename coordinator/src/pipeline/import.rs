@@ -1,12 +1,15 @@
 //! An imported cost table: whether it holds what the search needs, and how it leaves a finished job.
 
+use std::borrow::Cow;
+
 use espalier_arch::Architecture;
 use espalier_proto::task::Profiled;
 use espalier_search::{CostModel, CostTable, Error, Point, Subject, Whole, points};
 
 use super::PlanError;
 use super::context::{Context, block_parameters};
-use crate::spec::{COST_TABLE_SCHEMA, CostTableFile};
+use crate::cost_tables::digest;
+use crate::spec::{COST_TABLE_SCHEMA, CostTableFile, CostTableSource, JobSpec};
 
 /// Refuses a table that was measured of another parent, or that lacks a shape or point the search needs.
 pub(super) fn refuse_uncovered(
@@ -16,11 +19,15 @@ pub(super) fn refuse_uncovered(
 ) -> Result<(), PlanError> {
     let name = table.name();
     let refused = |reason: String| PlanError::Invalid(format!("target.cost_table: {name} {reason}"));
-    let (found, wanted) = (table.block_parameters, block_parameters(parent));
-    if found != wanted {
+    if !table.parent().is(parent) {
+        let (found, wanted) = (table.block_parameters, block_parameters(parent));
+        let of = if found == wanted {
+            format!("another parent with {found} parameters in its blocks")
+        } else {
+            format!("a parent with {found} parameters in its blocks, expected {wanted}")
+        };
         return Err(refused(format!(
-            "was measured of a parent with {found} parameters in its blocks, expected {wanted}; give the table \
-             of this parent"
+            "was measured of {of}; give the table of this parent"
         )));
     }
     let rows = CostTable {
@@ -73,13 +80,35 @@ fn missing(context: &Context<'_>, error: &Error) -> Option<Point> {
     }
 }
 
+/// The spec with that of the imported table's models which is the job's parent. Where none is, the first is left, to be
+/// refused by.
+pub(super) fn settled<'a>(spec: &'a JobSpec, parent: &Architecture) -> Cow<'a, JobSpec> {
+    let of_parent = match &spec.target.cost_table {
+        Some(CostTableSource::Table(table)) if !table.parents.is_empty() => table.of(parent),
+        _ => None,
+    };
+    let Some(table) = of_parent else {
+        return Cow::Borrowed(spec);
+    };
+    let mut spec = spec.clone();
+    spec.target.cost_table = Some(CostTableSource::Table(Box::new(table)));
+    Cow::Owned(spec)
+}
+
 /// The table that a job chose by, as another job can import it.
 pub(super) fn exported(context: &Context<'_>, parent: &Architecture, profiled: &Profiled) -> CostTableFile {
+    // Of an imported one no more is known than it says.
+    let architecture = match context.imported() {
+        Ok(Some(table)) => table.architecture.clone(),
+        _ => Some(digest(parent)),
+    };
     CostTableFile {
         schema: COST_TABLE_SCHEMA,
         file: String::new(),
         workload: context.workload(),
         block_parameters: block_parameters(parent),
+        architecture,
         profile: profiled.clone(),
+        parents: Vec::new(),
     }
 }

@@ -29,6 +29,8 @@ pub(super) fn plan(spec: &JobSpec, results: &Results) -> Result<Plan, PlanError>
         })?;
         return Ok(plan);
     };
+    let spec = &*import::settled(spec, &ingested.architecture);
+    let context = Context { spec, results };
     if !results.planned(Stage::Calibrate) {
         refuse_unservable(&context, &ingested.architecture)?;
         finish::refuse_stages(spec, "the parent", ingested.architecture.blocks.len())?;

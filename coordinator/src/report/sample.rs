@@ -53,6 +53,7 @@ pub(super) fn outcome() -> Outcome {
             hidden: 576,
             parallelism: 1,
             mode: Mode::Eager,
+            environment: std::collections::BTreeMap::new(),
         },
         limits: vec![
             limit(Metric::Latency, 0.75, 781.5, 1042.0, 768.0),

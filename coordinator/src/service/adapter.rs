@@ -29,7 +29,9 @@ pub struct PipelinePlanner {
 impl PipelinePlanner {
     /// Tells a profile what is known already.
     fn tell_known(&self, spec: &JobSpec, plan: &mut Plan) {
-        let Some(tables) = &self.cost_tables else { return };
+        let Some(tables) = self.cost_tables.as_ref().filter(|_| !spec.target.measure_anew) else {
+            return;
+        };
         let tasks = plan.stages.iter_mut().flat_map(|stage| stage.tasks.iter_mut());
         for task in tasks {
             if let TaskSpec::Profile(profile) = &mut task.spec {
@@ -42,7 +44,7 @@ impl PipelinePlanner {
         }
     }
 
-    /// Keeps what a profile found out.
+    /// Keeps what a profile found out, the first time that it is told.
     fn keep(&self, spec: &JobSpec, results: &Results) {
         let Some(tables) = &self.cost_tables else { return };
         let (Some([TaskOutput::Profile(profiled)]), Some([TaskOutput::Ingest(ingested)])) =
@@ -50,9 +52,9 @@ impl PipelinePlanner {
         else {
             return;
         };
-        let block_parameters = ingested.architecture.parameters().in_blocks();
-        let table = KeptTable::of(profiled.clone(), spec.target.workload, block_parameters);
-        if let Err(error) = tables.keep(&table) {
+        let measured = KeptTable::of(profiled, spec.target.workload, &ingested.architecture);
+        let taken = measured.map_or(Ok(false), |table| tables.take(&table));
+        if let Err(error) = taken {
             tracing::warn!(%error, "what was measured cannot be kept for later jobs");
         }
     }

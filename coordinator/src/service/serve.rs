@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use espalier_proto::MESSAGE_LIMIT_BYTES;
 use espalier_proto::v1::cluster_server::ClusterServer;
+use espalier_proto::v1::cost_tables_server::CostTablesServer;
 use espalier_proto::v1::jobs_server::JobsServer;
 use espalier_proto::v1::tasks_server::TasksServer;
 use espalier_proto::v1::workers_server::WorkersServer;
@@ -15,7 +16,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::inbox::Inbox;
-use super::{cluster, jobs, tasks, workers};
+use super::{cluster, jobs, kept, tasks, workers};
+use crate::cost_tables::CostTables;
 use crate::http;
 use crate::logs::Logs;
 use crate::metrics::Metrics;
@@ -37,6 +39,8 @@ pub struct Shown {
     pub metrics: Metrics,
     /// Logs of attempts.
     pub logs: Logs,
+    /// What is kept of targets.
+    pub cost_tables: CostTables,
 }
 
 impl Shown {
@@ -58,6 +62,12 @@ impl Shown {
     fn cluster(&self) -> cluster::Service {
         cluster::Service {
             inbox: self.inbox.clone(),
+        }
+    }
+
+    fn kept(&self) -> kept::Service {
+        kept::Service {
+            tables: self.cost_tables.clone(),
         }
     }
 
@@ -90,6 +100,9 @@ pub async fn serve(listener: TcpListener, shown: Shown) {
         .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
     let task_lists = TasksServer::new(shown.tasks()).max_encoding_message_size(MESSAGE_LIMIT_BYTES);
     let cluster = ClusterServer::new(shown.cluster());
+    let kept = CostTablesServer::new(shown.kept())
+        .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
+        .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
     let workers = WorkersServer::new(shown.workers())
         .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
         .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
@@ -99,6 +112,7 @@ pub async fn serve(listener: TcpListener, shown: Shown) {
     let mut grpc = tonic::service::Routes::new(jobs)
         .add_service(task_lists)
         .add_service(cluster)
+        .add_service(kept)
         .add_service(workers)
         .add_service(health);
     match reflection() {

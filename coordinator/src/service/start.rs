@@ -103,6 +103,7 @@ impl Coordinator {
             vitals,
             metrics: Metrics::default(),
             logs,
+            cost_tables: CostTables::at(options.cost_tables()),
         };
         shown.metrics.journal_lies_in(options.data_dir.join("journal"));
         let server = tokio::spawn(serve(listener, shown.clone()));

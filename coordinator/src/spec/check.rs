@@ -113,6 +113,11 @@ impl JobSpec {
             );
             return Err(SpecError::new("target.precision", message));
         }
+        if self.target.measure_anew && self.target.cost_table.is_some() {
+            let message =
+                "found true, expected false beside target.cost_table, in whose place nothing is measured";
+            return Err(SpecError::new("target.measure_anew", message));
+        }
         if let Some(CostTableSource::Table(table)) = &self.target.cost_table {
             cost_table::fits(table, &self.target)?;
         }

@@ -313,7 +313,7 @@ fn a_cost_table_that_is_none_or_is_another_targets_is_refused() {
     spec.target.workload.output_tokens = 64;
     let message = spec.import_files().unwrap_err().to_string();
     assert!(
-        message.contains("and 32 output tokens, expected of 1 × 128 prompt and 64 output tokens"),
+        message.contains("1 × 128 prompt and 32 output tokens, expected the parent under the workload of 1 × 128 prompt and 64"),
         "{message}"
     );
 }

@@ -38,10 +38,6 @@ impl Load {
     }
 }
 
-/// For a normal distribution: σ is 1.4826 of the median absolute deviation, and the median of n has a
-/// standard error of √(π/2)·σ/√n.
-const ERROR_OF_MEDIAN: f64 = 1.4826 * 1.253_314_137_315_5;
-
 /// The rows of one subject.
 #[derive(Debug)]
 pub(super) struct Measured {
@@ -82,8 +78,6 @@ impl Measured {
                 });
             }
         }
-        #[allow(clippy::cast_precision_loss)] // a handful of repeats
-        let repeats = row.repeats.max(1) as f64;
         let (rows, at, sequences) = match row.point {
             Point::Prefill { tokens, sequences } => (&mut self.prefill, tokens, sequences),
             Point::Decode { context, sequences } => (&mut self.decode, context, sequences),
@@ -92,7 +86,7 @@ impl Measured {
             sequences,
             at,
             median: row.median_ms,
-            error: ERROR_OF_MEDIAN * row.spread_ms / repeats.sqrt(),
+            error: row.error_ms(),
         };
         let place = rows.partition_point(|known| (known.sequences, known.at) < (sequences, at));
         match rows.get_mut(place) {

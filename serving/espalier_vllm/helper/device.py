@@ -1,5 +1,6 @@
 """A GPU, through torch: its memory, and the time that it alone takes for a step."""
 
+import re
 import statistics
 
 # Replays between two events, and such times.
@@ -41,6 +42,22 @@ def cache_bytes():
     import torch
 
     return torch.cuda.get_device_properties(0).L2_cache_size
+
+
+def driver():
+    """The driver's version; None where its kernel module does not tell."""
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8", errors="replace") as file:
+            found = re.search(r"\s(\d+(?:\.\d+)+)\s", file.read())
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def multiprocessors():
+    import torch
+
+    return torch.cuda.get_device_properties(0).multi_processor_count
 
 
 def memory():

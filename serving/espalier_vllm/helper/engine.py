@@ -41,6 +41,9 @@ SOURCE = ("load_format", "skip_tokenizer_init", "trust_remote_code")
 CPU_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
 PRELOAD = os.environ.get("LD_PRELOAD", "")
 
+# Words of the names of those variables of vLLM's that say nothing of how long something takes.
+UNTIMED = {"ASSETS", "HOST", "KEY", "LOG", "LOGGING", "PATH", "PORT", "ROOT", "STATS"}
+
 
 def prepare_environment(environment):
     """Before vLLM is imported, since its modules read it once."""
@@ -49,6 +52,16 @@ def prepare_environment(environment):
         environment.setdefault(name, value)
     # In GiB, and has its way over the bytes that a request names.
     environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
+
+
+def settings_of(environment):
+    """What a user has set of vLLM's and may change how long something takes: all that is not known not to."""
+    ours = {**SETTINGS, **DEFAULTS}
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith("VLLM_") and UNTIMED.isdisjoint(name.split("_")) and ours.get(name) != value
+    }
 
 
 def check_version(version, trusted):
@@ -69,6 +82,8 @@ class Platform:
 
     def hello(self, trusted, stage):
         stage("import")
+        # Before vLLM sets some itself.
+        settings = settings_of(os.environ)
         try:
             import vllm
 
@@ -99,6 +114,9 @@ class Platform:
             "device": device.name() if self.cuda else memory.processor_name(),
             "threads": torch.get_num_threads(),
             "preload": os.environ.get("LD_PRELOAD", ""),
+            "driver": device.driver() if self.cuda else None,
+            "multiprocessors": device.multiprocessors() if self.cuda else None,
+            "settings": settings,
             "head_sizes": None if self.cuda else cpu_head_sizes(),
             "precisions": [name for name, dtype in DTYPES.items() if getattr(torch, dtype) in supported],
             "graphs": self.cuda,

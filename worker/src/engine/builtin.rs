@@ -7,6 +7,7 @@
 //! The clock is the host's, as a user's is: a time begins when the device has nothing left to do, and ends when the
 //! chosen tokens are on the host.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -20,12 +21,17 @@ use espalier_search::{CostKey, EngineMemory, MemoryModel, Mode, Workload};
 use super::quiet::Quiet;
 use super::{Sample, lossless};
 use crate::agent::options::processor_name;
+use crate::discovery::driver_version;
 use crate::{Error, Result};
 
 /// What cost tables of this engine are true for.
 pub fn cost_key(operations: &dyn Operations, hidden: usize) -> CostKey {
+    let mut environment = BTreeMap::new();
     let device = match operations.accelerator() {
-        Some(accelerator) => accelerator.name,
+        Some(accelerator) => {
+            environment.extend(driver_version().map(|version| ("driver".to_owned(), version)));
+            accelerator.name
+        }
         None => format!("{}, {} threads", processor_name(), rayon::current_num_threads()),
     };
     CostKey {
@@ -36,6 +42,7 @@ pub fn cost_key(operations: &dyn Operations, hidden: usize) -> CostKey {
         hidden,
         parallelism: 1,
         mode: Mode::Eager,
+        environment,
     }
 }
 

@@ -155,7 +155,7 @@ impl InVllm<'_> {
     fn cost_key(&self, hidden: usize) -> CostKey {
         let hello = &self.helper.hello;
         let device = match hello.platform.as_str() {
-            "cpu" => format!("{}, {} threads", processor_name(), rayon::current_num_threads()),
+            "cpu" => format!("{}, {} threads", processor_name(), hello.threads),
             _ => hello.device.clone(),
         };
         CostKey {
@@ -166,6 +166,7 @@ impl InVllm<'_> {
             hidden,
             parallelism: 1,
             mode: if hello.graphs { Mode::Graphs } else { Mode::Eager },
+            environment: hello.environment(),
         }
     }
 
@@ -243,6 +244,17 @@ impl InVllm<'_> {
             weight_bytes = opened.weight_bytes,
             "vLLM has opened a model"
         );
+        let threads = self.helper.hello.threads;
+        if self.helper.hello.platform == "cpu" && opened.threads != threads {
+            return Err(Error::Refused {
+                reason: format!(
+                    "it computes with {} threads, expected {threads}, by which its times are kept; unset \
+                     VLLM_CPU_OMP_THREADS_BIND, or start the worker with --threads {}",
+                    opened.threads, opened.threads
+                ),
+            }
+            .into());
+        }
         let blocks = load.blocks(architecture, block_tokens);
         if opened.kv_blocks < blocks {
             return Err(Error::Refused {

@@ -133,6 +133,8 @@ impl Engine for Builtin<'_, '_> {
                 Ok(parent) => WholeParent::Measured(series.measurement(self.memory_bytes(parent))),
                 Err(shortage) => WholeParent::TooLarge(shortage),
             },
+            reused_rows: 0,
+            disturbed: false,
         })
     }
 

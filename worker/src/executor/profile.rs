@@ -1,7 +1,8 @@
 //! Profile: every block shape and the base at every point, and the whole parent under the workload, all
 //! interleaved round by round, so that whatever disturbs the machine disturbs them alike. What earlier jobs measured on
-//! this very target is not measured again.
+//! this very target is not measured again, save a few shapes that tell whether it still holds.
 
+use espalier_arch::BlockShape;
 use espalier_proto::task::{Profile, Profiled};
 use espalier_search::{Kept, WholeParent, merged};
 
@@ -11,42 +12,79 @@ use crate::engine::Engine;
 
 pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Profile) -> Result<Profiled> {
     caches.clear();
-    measure::on(task.engine, context, caches, |engine| beyond_kept(engine, task))
-}
-
-fn beyond_kept(engine: &mut dyn Engine, task: &Profile) -> Result<Profiled> {
-    let key = engine.key(task.architecture.hidden);
-    let Some(kept) = task.kept.iter().find(|kept| kept.key == key) else {
-        return engine.profile(task);
-    };
-    let missing = kept.missing(&task.shapes, task.architecture.vocab_size, &task.points);
-    match &kept.parent {
-        Some(parent) if missing.is_empty() => {
-            tracing::info!(rows = kept.rows.len(), "everything was measured by earlier jobs");
-            Ok(Profiled {
-                key,
-                rows: kept.rows.clone(),
-                parent: WholeParent::Measured(parent.clone()),
-                memory: kept.memory,
-            })
-        }
-        _ => {
-            tracing::info!(
-                shapes = missing.len(),
-                "only what earlier jobs did not measure is measured"
-            );
-            let rest = Profile {
-                shapes: missing,
-                ..task.clone()
-            };
-            Ok(joined(kept, engine.profile(&rest)?))
-        }
+    let found = measure::on(task.engine, context, caches, |engine| beyond_kept(engine, task))?;
+    match found {
+        Some(profiled) => Ok(profiled),
+        // In an engine that has nothing open, as memory is measured too.
+        None => measure::on(task.engine, context, caches, |engine| engine.profile(task)),
     }
 }
 
+/// What earlier jobs measured and, measured now, what they did not; none where what they measured holds no more.
+fn beyond_kept(engine: &mut dyn Engine, task: &Profile) -> Result<Option<Profiled>> {
+    let key = engine.key(task.architecture.hidden);
+    let Some(kept) = task.kept.iter().find(|kept| kept.key == key) else {
+        return engine.profile(task).map(Some);
+    };
+    let mut shapes = kept.missing(&task.shapes, task.architecture.vocab_size, &task.points);
+    if let (Some(parent), true) = (&kept.parent, shapes.is_empty()) {
+        tracing::info!(rows = kept.rows.len(), "everything was measured by earlier jobs");
+        return Ok(Some(Profiled {
+            key,
+            rows: kept.rows.clone(),
+            parent: WholeParent::Measured(parent.clone()),
+            memory: kept.memory,
+            reused_rows: kept.rows.len(),
+            disturbed: false,
+        }));
+    }
+    for shape in anchors(kept, task) {
+        if !shapes.contains(&shape) {
+            shapes.push(shape);
+        }
+    }
+    tracing::info!(
+        shapes = shapes.len(),
+        "only what earlier jobs did not measure is measured, and what tells whether theirs still holds"
+    );
+    let rest = Profile {
+        shapes,
+        kept: Vec::new(),
+        ..task.clone()
+    };
+    let measured = engine.profile(&rest)?;
+    if let Some(pace) = kept.other_pace(&measured.rows) {
+        tracing::warn!(
+            pace,
+            "what earlier jobs measured takes another time now: everything is measured anew"
+        );
+        return Ok(None);
+    }
+    Ok(Some(joined(kept, measured)))
+}
+
+/// Shapes to measure again: the parent's own, of which most of its time is; any other that is known where none of them is.
+fn anchors(kept: &Kept, task: &Profile) -> Vec<BlockShape> {
+    let mut own: Vec<BlockShape> = Vec::new();
+    for block in &task.architecture.blocks {
+        if !own.contains(&block.shape) {
+            own.push(block.shape.clone());
+        }
+    }
+    let mut anchors = kept.anchors(&own, &task.points);
+    if anchors.is_empty() {
+        anchors = kept.anchors(&task.shapes, &task.points);
+        anchors.truncate(1);
+    }
+    anchors
+}
+
 fn joined(kept: &Kept, measured: Profiled) -> Profiled {
+    let rows = merged(&kept.rows, &measured.rows);
     Profiled {
-        rows: merged(&kept.rows, &measured.rows),
+        // Those that were measured now come last.
+        reused_rows: rows.len().saturating_sub(measured.rows.len()),
+        rows,
         memory: measured.memory.or(kept.memory),
         ..measured
     }
@@ -62,10 +100,19 @@ mod tests {
     use super::*;
     use crate::engine::{Opened, Sample, Subject as Model};
 
-    /// Measures a millisecond for whatever it is asked, and remembers which shapes those were.
-    #[derive(Default)]
+    /// Measures the same for whatever it is asked, a millisecond at first, and remembers which shapes those were.
     struct Counting {
         asked: Vec<BlockShape>,
+        milliseconds: f64,
+    }
+
+    impl Default for Counting {
+        fn default() -> Self {
+            Self {
+                asked: Vec::new(),
+                milliseconds: 1.0,
+            }
+        }
     }
 
     fn key() -> CostKey {
@@ -77,14 +124,15 @@ mod tests {
             hidden: 8,
             parallelism: 1,
             mode: Mode::Eager,
+            environment: std::collections::BTreeMap::new(),
         }
     }
 
-    fn row(subject: Subject, point: Point) -> CostRow {
+    fn row(subject: Subject, point: Point, median_ms: f64) -> CostRow {
         CostRow {
             subject,
             point,
-            median_ms: 1.0,
+            median_ms,
             spread_ms: 0.0,
             repeats: 3,
         }
@@ -101,8 +149,11 @@ mod tests {
                 vocab_size: task.architecture.vocab_size,
             };
             let subjects = task.shapes.iter().cloned().map(Subject::Block).chain([base]);
-            let rows = subjects
-                .flat_map(|subject| task.points.iter().map(move |point| row(subject.clone(), *point)));
+            let milliseconds = self.milliseconds;
+            let rows = subjects.flat_map(|subject| {
+                let points = task.points.iter();
+                points.map(move |point| row(subject.clone(), *point, milliseconds))
+            });
             let once = Summary {
                 median: 1.0,
                 spread: 0.0,
@@ -119,6 +170,8 @@ mod tests {
                     memory_bytes: 1,
                 }),
                 memory: None,
+                reused_rows: 0,
+                disturbed: false,
             })
         }
 
@@ -193,22 +246,56 @@ mod tests {
     #[test]
     fn a_second_profile_of_the_same_target_measures_nothing_and_a_wider_one_what_is_new() {
         let mut engine = Counting::default();
-        let first = beyond_kept(&mut engine, &task(vec![mlp(4), mlp(8)], Vec::new())).unwrap();
+        let first = beyond_kept(&mut engine, &task(vec![mlp(4), mlp(8)], Vec::new()))
+            .unwrap()
+            .unwrap();
         assert_eq!(engine.asked, [mlp(4), mlp(8)]);
+        assert_eq!(first.reused_rows, 0);
         engine.asked.clear();
         let kept = vec![kept_of(&first)];
-        let second = beyond_kept(&mut engine, &task(vec![mlp(4), mlp(8)], kept.clone())).unwrap();
+        let second = beyond_kept(&mut engine, &task(vec![mlp(4), mlp(8)], kept.clone()))
+            .unwrap()
+            .unwrap();
         assert!(engine.asked.is_empty());
-        assert_eq!(second, first);
-        let third = beyond_kept(&mut engine, &task(vec![mlp(4), mlp(6), mlp(8)], kept)).unwrap();
-        assert_eq!(engine.asked, [mlp(6)]);
+        assert_eq!(second.rows, first.rows);
+        assert_eq!(second.reused_rows, second.rows.len());
+        let third = beyond_kept(&mut engine, &task(vec![mlp(4), mlp(6), mlp(8)], kept))
+            .unwrap()
+            .unwrap();
+        assert_eq!(engine.asked, [mlp(6), mlp(4)], "one that is known tells the pace");
         assert_eq!(third.rows.len(), 4 * 2);
+        assert_eq!(third.reused_rows, 2, "of one shape");
+        let known: Vec<Subject> = third.rows[..2].iter().map(|row| row.subject.clone()).collect();
+        assert_eq!(known, [Subject::Block(mlp(8)), Subject::Block(mlp(8))]);
+    }
+
+    #[test]
+    fn rows_of_a_faster_day_are_not_put_beside_todays() {
+        let mut engine = Counting::default();
+        let first = beyond_kept(&mut engine, &task(vec![mlp(4), mlp(8)], Vec::new())).unwrap();
+        let kept = vec![kept_of(&first.unwrap())];
+        let asked = task(vec![mlp(4), mlp(6), mlp(8)], kept);
+        engine.milliseconds = 1.2;
+        assert_eq!(beyond_kept(&mut engine, &asked).unwrap(), None);
+        engine.milliseconds = 1.04;
+        assert!(beyond_kept(&mut engine, &asked).unwrap().is_some());
+        // The parent's own shapes tell it, where it has any that are known.
+        let mut whole = asked.clone();
+        whole.architecture.blocks = vec![espalier_arch::Block {
+            layer: 0,
+            shape: mlp(8),
+        }];
+        engine.asked.clear();
+        beyond_kept(&mut engine, &whole).unwrap();
+        assert_eq!(engine.asked, [mlp(6), mlp(8)]);
     }
 
     #[test]
     fn what_was_measured_on_another_target_counts_for_nothing() {
         let mut engine = Counting::default();
-        let first = beyond_kept(&mut engine, &task(vec![mlp(4)], Vec::new())).unwrap();
+        let first = beyond_kept(&mut engine, &task(vec![mlp(4)], Vec::new()))
+            .unwrap()
+            .unwrap();
         let mut other = kept_of(&first);
         other.key.device = "another".to_owned();
         engine.asked.clear();

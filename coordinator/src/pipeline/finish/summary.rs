@@ -36,6 +36,13 @@ impl Tail<'_> {
         }
         notes.extend(self.alone(index, verified));
         notes.extend(self.shortfalls());
+        if self.profiled.disturbed {
+            notes.push(
+                "others kept using the machine while blocks were timed: predictions may be too high, and the times are \
+                 not kept for other jobs"
+                    .to_owned(),
+            );
+        }
         let all = &self.context.spec.target.limits;
         let front_metric = all.iter().next().map_or(Metric::Latency, |limit| limit.metric);
         Ok(Outcome {

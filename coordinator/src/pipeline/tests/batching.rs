@@ -130,6 +130,8 @@ fn run(spec: &JobSpec, slower: &[f64]) -> (Result<Outcome, PlanError>, World, Se
                 rows: rows_of(profile),
                 parent: served(&parent(), WORKLOAD.concurrency, 1.0),
                 memory: Some(PAGES),
+                reused_rows: 0,
+                disturbed: false,
             })
         }
         TaskSpec::Check(check) => {

@@ -1,6 +1,7 @@
 //! Imported cost tables, and baselines that cannot meet the limits.
 
 use super::world::*;
+use crate::cost_tables::KeptTable;
 use crate::pipeline::*;
 use crate::spec::{CostTableFile, CostTableSource, JobSpec, Strategy};
 
@@ -88,7 +89,9 @@ fn the_first_row_that_is_missing_is_named() {
 
 #[test]
 fn a_table_of_another_parent_is_refused() {
+    // As an older version left it.
     let mut other = table();
+    other.architecture = None;
     other.block_parameters += 1;
     let error = World::default()
         .run(&importing(r#"{"latency": "75%"}"#, other))
@@ -96,6 +99,68 @@ fn a_table_of_another_parent_is_refused() {
         .to_string();
     assert!(
         error.contains("was measured of a parent with") && error.contains("give the table of this parent"),
+        "{error}"
+    );
+}
+
+#[test]
+fn of_a_table_with_several_models_the_jobs_own_parent_is_taken_wherever_it_stands() {
+    let own = table();
+    let mut other = own.clone();
+    other.architecture = Some("0".repeat(64));
+    other.profile.parent.latency_ms.median *= 7.0;
+    other.parents = vec![own.parent()];
+    let outcome = World::default()
+        .run(&importing(r#"{"latency": "75%"}"#, other.clone()))
+        .unwrap();
+    assert_eq!(outcome.cost_table, Some(own.clone()));
+    assert_eq!(outcome.parent.measurement, own.profile.parent);
+    other.parents.clear();
+    let error = World::default()
+        .run(&importing(r#"{"latency": "75%"}"#, other))
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("was measured of another parent with"), "{error}");
+}
+
+#[test]
+fn a_job_says_that_it_chose_by_times_that_were_taken_beside_others_work() {
+    let said = |disturbed: bool| {
+        let mut table = table();
+        table.profile.disturbed = disturbed;
+        let outcome = World::default()
+            .run(&importing(r#"{"latency": "75%"}"#, table))
+            .unwrap();
+        let mut notes = outcome.notes.iter();
+        notes.any(|note| note.contains("others kept using the machine"))
+    };
+    assert!(said(true) && !said(false));
+}
+
+#[test]
+fn a_kept_table_is_imported_with_every_model_that_was_measured_under_the_workload() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("kept.json");
+    let own = table();
+    let mut kept = KeptTable::from(own.clone());
+    let mut first = own.parent();
+    first.architecture = Some("0".repeat(64));
+    kept.parents.insert(0, first.clone());
+    first.workload.prompt_tokens += 1;
+    kept.parents.insert(0, first);
+    let mut job = spec(r#"{"latency": "75%"}"#, BOTH);
+    let mut import = |kept: &KeptTable| {
+        std::fs::write(&file, serde_json::to_string(kept).unwrap()).unwrap();
+        job.target.cost_table = Some(CostTableSource::File(file.display().to_string()));
+        job.import_files().map(|()| job.clone())
+    };
+    let job = import(&kept).unwrap();
+    let outcome = World::default().run(&job).unwrap();
+    assert_eq!(outcome.parent.measurement, own.profile.parent);
+    kept.parents.truncate(1);
+    let error = import(&kept).unwrap_err().to_string();
+    assert!(
+        error.contains("has models measured whole only under the workload of 1 × "),
         "{error}"
     );
 }

@@ -158,6 +158,7 @@ pub(super) fn key() -> CostKey {
         hidden: 32,
         parallelism: 1,
         mode: Mode::Eager,
+        environment: std::collections::BTreeMap::new(),
     }
 }
 
@@ -220,6 +221,8 @@ impl World {
                     block_tokens: 1,
                     spare_blocks: 0,
                 }),
+                reused_rows: 0,
+                disturbed: false,
             }),
             TaskSpec::Calibrate(_) => TaskOutput::Calibrate {
                 importance: ArtifactId("i".to_owned()),

@@ -190,6 +190,7 @@ fn measured(profile: &Profile) -> TaskOutput {
             hidden: 32,
             parallelism: 1,
             mode: Mode::Eager,
+            environment: std::collections::BTreeMap::new(),
         },
         rows: rows.collect(),
         parent: WholeParent::Measured(Measurement {
@@ -200,6 +201,8 @@ fn measured(profile: &Profile) -> TaskOutput {
             memory_bytes: 1 << 20,
         }),
         memory: None,
+        reused_rows: 0,
+        disturbed: false,
     })
 }
 
@@ -231,6 +234,38 @@ fn a_second_job_on_the_same_target_is_told_all_that_the_first_measured() {
             .is_empty()
     );
     assert!(asked(&PipelinePlanner::default(), &spec).kept.is_empty());
+    let anew = spec.replace("\"limits\":", "\"measure_anew\":true,\"limits\":");
+    assert!(asked(&planner(), &anew).kept.is_empty());
+}
+
+#[test]
+fn a_job_that_goes_on_does_not_put_its_measurements_back_over_newer_ones() {
+    let directory = tempfile::tempdir().unwrap();
+    let tables = CostTables::at(directory.path());
+    let planner = PipelinePlanner {
+        cost_tables: Some(tables.clone()),
+    };
+    let text = "{parent: p, data: {train: [t.txt]}, target: {workload: {prompt_tokens: 4, output_tokens: 3}, \
+                limits: {latency: 75%}}, output: out}";
+    let spec = JobSpec::from_yaml(text, Path::new("/")).unwrap();
+    let spec = serde_json::to_string(&spec).unwrap();
+    let found = measured(&asked(&planner, &spec));
+    let planned = || {
+        let stages = [snapshot("ingest", &ingested()), snapshot("profile", &found)];
+        planner.plan(&spec, &stages).unwrap();
+    };
+    planned();
+    let first = tables.list().unwrap().0.remove(0);
+    let mut newer = first.clone();
+    for row in &mut newer.rows {
+        row.median_ms = 2.0;
+    }
+    tables.keep(&newer).unwrap();
+    planned();
+    assert_eq!(tables.list().unwrap().0, [newer]);
+    tables.remove(&first.id()).unwrap();
+    planned();
+    assert!(tables.list().unwrap().0.is_empty());
 }
 
 #[test]

@@ -113,15 +113,8 @@ impl Helper {
         let process = Process::start(&environment.python, &["-m", MODULE], &options.variables, room)?;
         let nothing = Hello {
             protocol: VERSION,
-            vllm: String::new(),
-            plugin: String::new(),
-            platform: String::new(),
-            device: String::new(),
-            threads: 0,
-            graphs: false,
             block_tokens: super::protocol::BlockTokens { multiple: 1 },
-            memory_bytes: 0,
-            cache_bytes: None,
+            ..Hello::default()
         };
         let mut helper = Self {
             process,

@@ -129,7 +129,8 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
             Err(error) => return Err(error),
         }
     }
-    if times.iter().flatten().any(|times| times.disturbed) {
+    let disturbed = times.iter().flatten().any(|times| times.disturbed);
+    if disturbed {
         tracing::warn!("others used the processors whenever some of the host's times were taken");
     }
     // A table's rows are all of one clock.
@@ -145,6 +146,8 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
         rows: rows.concat(),
         memory: parent.memory,
         parent: parent.told(),
+        reused_rows: 0,
+        disturbed,
     })
 }
 

@@ -118,17 +118,32 @@ pub(super) enum Model {
 }
 
 /// What the helper found itself in.
-#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 pub(super) struct Hello {
     pub protocol: u32,
     pub vllm: String,
+    #[serde(default)]
+    pub torch: String,
     #[serde(default)]
     pub plugin: String,
     /// `cpu` or `cuda`.
     pub platform: String,
     pub device: String,
+    /// Of a CPU's engines.
     #[serde(default)]
     pub threads: usize,
+    /// `LD_PRELOAD` as the process was started.
+    #[serde(default)]
+    pub preload: String,
+    /// Of a GPU.
+    #[serde(default)]
+    pub driver: Option<String>,
+    /// Of a GPU: fewer than the whole has where it is a part of one.
+    #[serde(default)]
+    pub multiprocessors: Option<u64>,
+    /// Variables of vLLM's own that were set and may change how long something takes.
+    #[serde(default)]
+    pub settings: BTreeMap<String, String>,
     #[serde(default)]
     pub graphs: bool,
     pub block_tokens: BlockTokens,
@@ -144,10 +159,36 @@ impl Hello {
     pub fn steps_under_way(&self) -> usize {
         if self.platform == "cuda" { 2 } else { 1 }
     }
+
+    /// What times depend on beside the engine's version and the device's name, for the key of cost tables.
+    pub fn environment(&self) -> BTreeMap<String, String> {
+        // Where a library lies says nothing of it.
+        let names = self
+            .preload
+            .split([':', ' '])
+            .filter_map(|path| path.rsplit('/').next());
+        let preload: Vec<&str> = names.filter(|name| !name.is_empty()).collect();
+        let told = [
+            ("torch", self.torch.clone()),
+            ("plugin", self.plugin.clone()),
+            ("preload", preload.join(" ")),
+            ("driver", self.driver.clone().unwrap_or_default()),
+            (
+                "multiprocessors",
+                self.multiprocessors
+                    .map(|count| count.to_string())
+                    .unwrap_or_default(),
+            ),
+        ];
+        let mut environment = self.settings.clone();
+        let told = told.into_iter().filter(|(_, value)| !value.is_empty());
+        environment.extend(told.map(|(name, value)| (name.to_owned(), value)));
+        environment
+    }
 }
 
 /// Tokens of a block of keys and values.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 pub(super) struct BlockTokens {
     /// What they are a multiple of: the smallest block, of which a sequence wastes the least.
     pub multiple: usize,

@@ -49,6 +49,50 @@ fn a_profile_gives_what_each_block_and_the_base_cost_and_what_the_table_is_true_
 }
 
 #[test]
+fn whatever_times_depend_on_is_in_their_key() {
+    let key = |variables: &[(&str, &str)]| {
+        let world = World::new(variables);
+        let mut vllm = Vllm::new(world.options.clone());
+        vllm.engine(Precision::Bf16, &world.whoever).unwrap().key(128)
+    };
+    let plain = key(&[]);
+    assert_eq!(
+        plain,
+        key(&[("VLLM_CACHE_ROOT", "/elsewhere"), ("VLLM_LOGGING_LEVEL", "INFO")])
+    );
+    assert_eq!(
+        plain
+            .environment
+            .iter()
+            .map(|(name, value)| (name.as_str(), value.as_str()))
+            .collect::<Vec<_>>(),
+        [("plugin", "0.1.0"), ("torch", "2.13.0")]
+    );
+    let preloaded = key(&[("FAKE_VLLM_PRELOAD", "/a/libtcmalloc.so.4:/b/libiomp5.so")]);
+    assert_eq!(preloaded.environment["preload"], "libtcmalloc.so.4 libiomp5.so");
+    assert_eq!(
+        preloaded,
+        key(&[("FAKE_VLLM_PRELOAD", "/c/libtcmalloc.so.4 /b/libiomp5.so")])
+    );
+    let bound = key(&[("VLLM_CPU_OMP_THREADS_BIND", "0-15")]);
+    assert_eq!(bound.environment["VLLM_CPU_OMP_THREADS_BIND"], "0-15");
+    assert_eq!(plain, key(&[("VLLM_CPU_OMP_THREADS_BIND", "nobind")]));
+}
+
+#[test]
+fn an_engine_of_more_threads_than_its_key_says_is_refused() {
+    let world = World::new(&[("FAKE_VLLM_THREADS", "16")]);
+    let crate::Error::Vllm(error) = world.profile().unwrap_err() else {
+        panic!("another error");
+    };
+    assert_eq!(error.failure_kind(), FailureKind::Invalid);
+    assert!(
+        error.to_string().contains("with 16 threads, expected 1"),
+        "{error}"
+    );
+}
+
+#[test]
 fn times_that_scatter_are_taken_more_often_and_their_scatter_is_told() {
     let profiled = World::new(&[("FAKE_VLLM_NOISE", "0.3")]).profile().unwrap();
     let blocks = profiled
