@@ -81,7 +81,11 @@ impl Summary {
             id: table.id(),
             key: table.key.clone(),
             rows: table.rows.len(),
-            parents: table.parents.iter().filter(|parent| parent.was_measured()).count(),
+            parents: table
+                .parents
+                .iter()
+                .filter(|parent| parent.was_measured())
+                .count(),
             memory: table.memory,
         }
     }

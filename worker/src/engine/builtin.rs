@@ -207,6 +207,7 @@ pub fn overhead(
         overhead_bytes: activation_bytes(architecture, workload, operations.activation_bytes()) as u64,
         block_tokens: 1,
         spare_blocks: 0,
+        steps_under_way: 1,
     }
 }
 

@@ -179,7 +179,7 @@ mod tests {
             panic!("a profile opens what it needs itself")
         }
 
-        fn shortage(&self, _: &Model<'_>, _: &Workload) -> Result<Shortage> {
+        fn shortage(&self, _: &Model<'_>, _: &Workload, _: usize) -> Result<Shortage> {
             panic!("there is room for all")
         }
 

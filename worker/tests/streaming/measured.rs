@@ -71,6 +71,7 @@ fn what_is_timed_is_timed_without_a_parent_that_has_no_room_and_its_sum_is_that_
         parent: architecture.clone(),
         architecture: architecture.with_candidate(&candidate).unwrap(),
         workload: WORKLOAD,
+        running: None,
         repeats: 4,
         engine: Engine::Builtin,
     });
@@ -93,6 +94,7 @@ fn what_is_timed_is_timed_without_a_parent_that_has_no_room_and_its_sum_is_that_
         parent,
         directory,
         workload: WORKLOAD,
+        running: None,
         repeats: 4,
         engine: Engine::Builtin,
     });

@@ -220,6 +220,7 @@ impl World {
                     overhead_bytes: 1_000_000,
                     block_tokens: 1,
                     spare_blocks: 0,
+                    steps_under_way: 1,
                 }),
                 reused_rows: 0,
                 disturbed: false,

@@ -5,7 +5,7 @@ use super::*;
 
 /// What the fake holds of a model under the workload.
 fn held_bytes(architecture: &Architecture) -> u64 {
-    let load = models::Load::of(&WORKLOAD);
+    let load = models::Load::of(&WORKLOAD, WORKLOAD.concurrency, 1);
     architecture.weight_bytes(Precision::Bf16) + load.kv_bytes(architecture, Precision::Bf16, 32)
 }
 
@@ -64,17 +64,17 @@ fn a_candidate_is_served_alone_where_the_parent_has_no_room_or_none_beside_it() 
         (both - 4096, "not beside the candidate"),
     ] {
         let pair = World::new(&[("FAKE_VLLM_MEMORY", &fits.to_string())])
-            .pair()
+            .pair(None)
             .unwrap();
         let shortage = pair.parent.shortage().expect(says);
         assert_eq!(shortage.needed_bytes, held_bytes(&parent()), "{says}");
         assert_eq!(pair.candidate.latency_ms.samples.len(), 4, "{says}");
     }
     let fits = both.to_string();
-    let pair = World::new(&[("FAKE_VLLM_MEMORY", &fits)]).pair().unwrap();
+    let pair = World::new(&[("FAKE_VLLM_MEMORY", &fits)]).pair(None).unwrap();
     assert!(pair.parent.measured().is_some());
     // Somebody else's memory may be given back.
-    let busy = World::new(&[("FAKE_VLLM", "open=busy")]).pair().unwrap_err();
+    let busy = World::new(&[("FAKE_VLLM", "open=busy")]).pair(None).unwrap_err();
     assert!(matches!(busy, crate::Error::Vllm(Error::Busy { .. })), "{busy}");
 }
 
@@ -92,7 +92,7 @@ fn what_is_counted_not_to_fit_is_not_tried() {
         shape: mlp(2 << 20),
     }));
     let opened = engine
-        .open_where_it_fits(&Subject::Shape(&vast), &WORKLOAD)
+        .open_where_it_fits(&Subject::Shape(&vast), &WORKLOAD, WORKLOAD.concurrency)
         .unwrap();
     let shortage = opened.unwrap_err();
     assert!(
