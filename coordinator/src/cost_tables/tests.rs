@@ -325,7 +325,11 @@ fn a_table_of_a_parent_without_room_is_kept_and_puts_nothing_in_the_place_of_wha
     assert!(known[0].rows.len() == 1 && known[0].parent.is_none());
     let kept = |tables: &CostTables| tables.list().unwrap().0.remove(0);
     assert_eq!(kept(&tables), without);
-    assert!(kept(&tables).parent(0, &workload(4)).is_none());
+    assert!(
+        kept(&tables)
+            .parent(&profile().architecture, &workload(4))
+            .is_none()
+    );
 
     assert!(tables.keep(&measured).unwrap());
     assert_eq!(kept(&tables), measured, "there was room this time");

@@ -4,7 +4,9 @@
 use espalier_arch::{Architecture, Storage, WeightFormat};
 use espalier_proto::task::{MeasuredPair, Profile, Profiled, TaskOutput, TaskSpec};
 use espalier_search::running::waits;
-use espalier_search::{CostRow, EngineMemory, Measurement, MemoryModel, Point, Summary, Workload};
+use espalier_search::{
+    CostRow, EngineMemory, Measurement, MemoryModel, Point, Summary, WholeParent, Workload,
+};
 
 use super::world::*;
 use crate::pipeline::*;
@@ -114,9 +116,9 @@ fn run(spec: &JobSpec, slower: &[f64]) -> (Result<Outcome, PlanError>, World, Se
         slower = each.next().unwrap_or(slower);
         let all = WORKLOAD.concurrency;
         TaskOutput::Measured(Box::new(MeasuredPair {
-            parent: served(&parent(), all, 1.0),
+            parent: WholeParent::Measured(served(&parent(), all, 1.0)),
             candidate: served(candidate, running.unwrap_or(all), slower),
-            parent_drift: 0.0,
+            drift: 0.0,
             disturbed: 0.0,
             serving: None,
         }))
@@ -128,7 +130,7 @@ fn run(spec: &JobSpec, slower: &[f64]) -> (Result<Outcome, PlanError>, World, Se
             TaskOutput::Profile(Profiled {
                 key,
                 rows: rows_of(profile),
-                parent: served(&parent(), WORKLOAD.concurrency, 1.0),
+                parent: WholeParent::Measured(served(&parent(), WORKLOAD.concurrency, 1.0)),
                 memory: Some(PAGES),
                 reused_rows: 0,
                 disturbed: false,

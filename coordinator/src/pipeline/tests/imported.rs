@@ -1,5 +1,7 @@
 //! Imported cost tables, and baselines that cannot meet the limits.
 
+use espalier_search::WholeParent;
+
 use super::world::*;
 use crate::cost_tables::KeptTable;
 use crate::pipeline::*;
@@ -108,7 +110,10 @@ fn of_a_table_with_several_models_the_jobs_own_parent_is_taken_wherever_it_stand
     let own = table();
     let mut other = own.clone();
     other.architecture = Some("0".repeat(64));
-    other.profile.parent.latency_ms.median *= 7.0;
+    let WholeParent::Measured(measurement) = &mut other.profile.parent else {
+        panic!("it was measured");
+    };
+    measurement.latency_ms.median *= 7.0;
     other.parents = vec![own.parent()];
     let outcome = World::default()
         .run(&importing(r#"{"latency": "75%"}"#, other.clone()))

@@ -98,6 +98,7 @@ fn a_task_needs_a_device_for_what_its_child_holds_of_the_parent() {
         parent: parent_ref(),
         directory: "d".to_owned(),
         workload: WORKLOAD,
+        running: None,
         repeats: 1,
         engine: Engine::Builtin,
     });
