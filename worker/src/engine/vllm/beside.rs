@@ -45,6 +45,10 @@ impl Beside {
         Ok(beside)
     }
 
+    pub fn had_room(&self) -> bool {
+        self.shortage.is_none()
+    }
+
     pub fn is_open(&self) -> bool {
         self.open.is_some()
     }

@@ -85,7 +85,7 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
     let rounds = task.rounds.max(LEAST_ROUNDS);
     let cache_bytes = engine.helper.hello.cache_bytes;
     let cache_bytes = cache_bytes.unwrap_or_else(last_level_cache_bytes);
-    let dictionary = Dictionary::of(task, engine.precision, cache_bytes)?;
+    let mut dictionary = Dictionary::of(task, engine.precision, cache_bytes)?;
     let load = load_of(task, engine.helper.hello.steps_under_way());
     let mut times: Times = vec![vec![Timed::default(); dictionary.stacks.len()]; task.points.len()];
     tell(engine, &times, rounds, &|| {
@@ -96,6 +96,12 @@ pub(super) fn run(engine: &mut InVllm<'_>, task: &Profile) -> Result<Profiled> {
         )
     })?;
     let mut parent = Beside::open(engine, task)?;
+    if !parent.had_room() {
+        dictionary.leave_parent_out();
+        times
+            .iter_mut()
+            .for_each(|stacks| stacks.truncate(dictionary.stacks.len()));
+    }
     let mut together = dictionary.stacks.len();
     let mut first = 0;
     while first < dictionary.stacks.len() {

@@ -34,7 +34,7 @@ pub(super) struct Stack {
     counts: Vec<f64>,
 }
 
-/// All models of a profile. The first is the parent.
+/// All models of a profile. The first is the parent, unless it was left out.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Dictionary {
     /// Shapes whose cost is told, those asked for first.
@@ -115,6 +115,11 @@ impl Dictionary {
             }
         }
         Ok(dictionary)
+    }
+
+    /// Of a parent that has no room the others tell what it is made of.
+    pub fn leave_parent_out(&mut self) {
+        self.stacks.remove(0);
     }
 
     fn add(&mut self, parent: &Architecture, blocks: &[BlockShape], vocab_size: usize) {
