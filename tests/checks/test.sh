@@ -28,5 +28,6 @@ check-damage (every offset; a sample runs here), check-chaos, check-kill and che
 killing), check-dispatch and check-restart (release builds and quiet), check-parity (PyTorch and transformers),
 check-solver (HiGHS), check-scores (DATA=DIR), check-cpu-speed (PyTorch), check-bad-input and demo (fetch SmolLM2),
 lint-deny (cargo-deny), check-kernels for every architecture (Hopper's commonest run here), check-gpu-ops,
-check-gpu-train, check-gpu-forward, check-gpu-job (a GPU), check-gpu-gang (two), check-serving and check-vllm (vLLM)
+check-gpu-train, check-gpu-forward, check-gpu-job and check-vllm-gpu (a GPU), check-gpu-gang (two), check-serving,
+check-vllm and check-shapes (vLLM), check-plan (release build)
 SKIPPED
