@@ -149,16 +149,17 @@ mod tests {
         output_tokens: 3,
         concurrency: 4,
     };
+    const PAGES: EngineMemory = EngineMemory {
+        overhead_bytes: 0,
+        block_tokens: 16,
+        spare_blocks: 1,
+        steps_under_way: 1,
+    };
 
     #[test]
     fn a_sequence_takes_whole_pages_and_the_engine_keeps_one_back() {
         let plain = MemoryModel::unpaged(Storage::all(WeightFormat::Bf16));
-        let paged = plain.paged(Some(&EngineMemory {
-            overhead_bytes: 0,
-            block_tokens: 16,
-            spare_blocks: 1,
-            steps_under_way: 1,
-        }));
+        let paged = plain.paged(Some(&PAGES));
         let shape = attention(2);
         let token = shape.kv_bytes_per_token(plain.storage.kv);
         assert_eq!(plain.kv_bytes(&shape, &WORKLOAD), 4 * 33 * token);
@@ -178,12 +179,7 @@ mod tests {
     #[test]
     fn a_paging_engine_gives_up_what_a_window_has_left_behind_and_the_built_in_one_keeps_it() {
         let plain = MemoryModel::unpaged(Storage::all(WeightFormat::Bf16));
-        let paged = plain.paged(Some(&EngineMemory {
-            overhead_bytes: 0,
-            block_tokens: 16,
-            spare_blocks: 1,
-            steps_under_way: 1,
-        }));
+        let paged = plain.paged(Some(&PAGES));
         let long = Workload {
             prompt_tokens: 100,
             output_tokens: 1000,

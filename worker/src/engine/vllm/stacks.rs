@@ -4,7 +4,8 @@
 //! of attention, for vLLM serves nothing without. Stacks have a small vocabulary, so that the head does not drown the
 //! blocks; what the head of the whole vocabulary costs is told by a short model that has it, and by the parent itself.
 //! Where its copies would stay in the cache, which those of the whole model do not, a stack has further blocks of the
-//! parent's largest shape beside them, the same in both depths. Costs and both bases come out of one fit over all of them ([`crate::engine::fit`]).
+//! parent's largest shape beside them, the same in both depths. Costs and both bases come out of one fit over all of them
+//! ([`crate::engine::fit`]).
 
 use espalier_arch::{Architecture, Block, BlockShape, Precision};
 use espalier_proto::task::Profile;
@@ -205,59 +206,15 @@ fn is_attention(shape: &BlockShape) -> bool {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, clippy::panic)]
-    use espalier_arch::{Activation, Attention, Family, Mlp};
-    use espalier_search::Workload;
-
     use super::*;
-
-    fn attention(kv_groups: usize) -> BlockShape {
-        BlockShape::Attention(Attention {
-            kv_groups,
-            queries_per_group: 2,
-            head_dim: 32,
-            qkv_bias: false,
-            output_bias: false,
-            qk_norm: false,
-            rope: None,
-            sliding_window: None,
-        })
-    }
-
-    fn mlp(channels: usize) -> BlockShape {
-        BlockShape::Mlp(Mlp {
-            channels,
-            activation: Activation::SwiGlu,
-            bias: false,
-        })
-    }
+    use crate::engine::vllm::tests;
+    use crate::engine::vllm::tests::{attention, mlp};
 
     /// Its parent has 1.5 MB of blocks in bf16.
     fn task() -> Profile {
-        let workload = Workload {
-            prompt_tokens: 64,
-            output_tokens: 1,
-            concurrency: 1,
-        };
-        let blocks = (0..3).flat_map(|layer| [attention(2), mlp(512)].map(|shape| Block { layer, shape }));
         Profile {
-            architecture: Architecture {
-                family: Family::Llama,
-                vocab_size: 4096,
-                hidden: 128,
-                layers: 3,
-                blocks: blocks.collect(),
-                tied_embedding: true,
-                norm_epsilon: 1e-5,
-                max_positions: 256,
-            },
             shapes: vec![attention(2), attention(1), mlp(512), mlp(32)],
-            points: espalier_search::points(&workload).unwrap(),
-            rounds: 3,
-            workload,
-            engine: espalier_proto::task::Engine::Vllm {
-                precision: Precision::Bf16,
-            },
-            kept: Vec::new(),
+            ..tests::task()
         }
     }
 

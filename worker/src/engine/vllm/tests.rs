@@ -153,7 +153,7 @@ impl World {
     }
 }
 
-fn attention(kv_groups: usize) -> BlockShape {
+pub(super) fn attention(kv_groups: usize) -> BlockShape {
     BlockShape::Attention(Attention {
         kv_groups,
         queries_per_group: 2,
@@ -166,7 +166,7 @@ fn attention(kv_groups: usize) -> BlockShape {
     })
 }
 
-fn mlp(channels: usize) -> BlockShape {
+pub(super) fn mlp(channels: usize) -> BlockShape {
     BlockShape::Mlp(Mlp {
         channels,
         activation: Activation::SwiGlu,
@@ -188,7 +188,7 @@ fn parent() -> Architecture {
     }
 }
 
-fn task() -> Profile {
+pub(super) fn task() -> Profile {
     Profile {
         architecture: parent(),
         shapes: vec![attention(2), attention(1), mlp(512), mlp(256)],
