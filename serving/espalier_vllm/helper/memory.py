@@ -57,21 +57,23 @@ class Peak:
 
     def look(self):
         while True:
-            start = time.perf_counter()
-            held = proportional()
+            start = time.thread_time()
             with self.lock:
-                self.seen = max(self.seen, held)
-            # To sum up many mappings takes long: no more than a fiftieth of a processor goes into looking.
-            time.sleep(max(LOOK_EVERY, 50 * (time.perf_counter() - start)))
+                self.seen = max(self.seen, proportional())
+            # To sum up many mappings takes long: no more than a fiftieth of a processor goes into looking. What was
+            # spent waiting for a processor or for the interpreter is no such work and must not lengthen the pause.
+            time.sleep(max(LOOK_EVERY, 50 * (time.thread_time() - start)))
 
     def take(self):
         """Held now, and at most since this was last asked."""
-        held = proportional()
         if self.marked:
+            held = proportional()
             now, most = resident()
             forget_peak()
             return held, held + max(0, most - now)
+        # A look that is under way has ended before what was seen is forgotten, or it would be told once more.
         with self.lock:
+            held = proportional()
             peak, self.seen = max(self.seen, held), held
         return held, peak
 
