@@ -1,11 +1,18 @@
-//! What a model takes of a GPU beside its weights, keys and values.
+//! What a model takes beside its weights, keys and values.
 //!
-//! The engine's memory is read before a model is opened, after, and after it has served. What opening kept of the
-//! allocator's beside weights, keys and values are captured graphs and buffers; what serving added are activations. What a
-//! process takes beside the allocator (the device's context, libraries, launched graphs) is measured once in it, when
-//! its first model has served, and is part of every model: each would be served by a process of its own.
+//! Of a host: how far the process's memory rises while it serves.
+//!
+//! Of a GPU: the engine's memory is read before a model is opened, after, and after it has served. What opening kept of
+//! the allocator's beside weights, keys and values are captured graphs and buffers; what serving added are activations.
+//! What a process takes beside the allocator (the device's context, libraries, launched graphs) is measured once in it,
+//! when its first model has served, and is part of every model: each would be served by a process of its own.
 
-use super::protocol::DeviceMemory;
+use super::protocol::{self, DeviceMemory, Memory};
+use super::{Error, InVllm, Whole};
+use crate::Result;
+
+/// Runs by which it is known how far a host's memory rises: single ones were seen to differ by 5 MB of 20.
+pub(super) const HOST_MEMORY_RUNS: usize = 3;
 
 /// Readings around one model.
 #[derive(Debug)]
@@ -29,5 +36,59 @@ impl Readings {
             .peak_reserved_bytes
             .saturating_sub(self.opened.reserved_bytes);
         kept.saturating_add(activations).saturating_add(outside)
+    }
+}
+
+impl InVllm<'_> {
+    /// Bytes of a model that was just opened beside weights, keys and values, which are resident from the start: those
+    /// that it takes while it serves, and, of a GPU, what else it keeps. `before` is what was held before it was opened.
+    pub(super) fn other_bytes(
+        &mut self,
+        whole: &Whole,
+        before: &Memory,
+        opened: &protocol::Opened,
+    ) -> Result<u64> {
+        let after = self.helper.memory(self.surroundings)?;
+        self.serve(whole, whole.workload.concurrency)?;
+        let warm = self.helper.memory(self.surroundings)?;
+        let (Some(before), Some(after)) = (&before.device, after.device) else {
+            return self.host_rise(whole, warm);
+        };
+        self.serve(whole, whole.workload.concurrency)?;
+        let Some(served) = self.helper.memory(self.surroundings)?.device else {
+            return Err(Error::Refused {
+                reason: "it told its device's memory before it served, and not after".to_owned(),
+            }
+            .into());
+        };
+        let counted = opened.weight_bytes.saturating_add(opened.kv_bytes);
+        let outside = *self.helper.outside_bytes.get_or_insert_with(|| {
+            if served.outside_bytes.is_none() {
+                tracing::warn!("others have memory of the device: the context's own is not counted");
+            }
+            served.outside_bytes.unwrap_or(0)
+        });
+        let readings = Readings {
+            before: before.clone(),
+            opened: after,
+            served,
+        };
+        Ok(readings.beside(counted, outside))
+    }
+
+    /// The most that a host's memory rises by while the model serves, of several runs: how much of what one run frees the
+    /// next finds again is chance. What the process makes once, for whichever model runs first, is no model's, so the
+    /// run before these is not looked at; what earlier models left free would hide what this one takes, so no process
+    /// is kept for the next task ([`InVllm::close`]).
+    fn host_rise(&mut self, whole: &Whole, warm: Memory) -> Result<u64> {
+        let mut most = 0;
+        let mut before = warm;
+        for _ in 0..HOST_MEMORY_RUNS {
+            self.serve(whole, whole.workload.concurrency)?;
+            let served = self.helper.memory(self.surroundings)?;
+            most = most.max(served.peak_pss_bytes.saturating_sub(before.pss_bytes));
+            before = served;
+        }
+        Ok(most)
     }
 }

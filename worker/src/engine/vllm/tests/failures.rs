@@ -132,7 +132,7 @@ fn what_it_wrote_in_passing_goes_with_it_and_what_it_compiled_stays() {
 
 #[test]
 fn one_that_died_while_nothing_was_asked_of_it_costs_the_next_task_nothing() {
-    let world = World::new(&[]);
+    let world = World::new(&[("FAKE_VLLM_CUDA", "1")]);
     let mut vllm = Vllm::new(world.options.clone());
     let engine = vllm.engine(Precision::Bf16, &world.whoever).unwrap();
     engine.close();

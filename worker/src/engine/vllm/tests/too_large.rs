@@ -10,7 +10,7 @@ fn held_bytes(architecture: &Architecture) -> u64 {
 }
 
 #[test]
-fn a_parent_without_room_leaves_rows_and_what_the_engine_needs_and_no_engine_open() {
+fn a_parent_without_room_leaves_rows_and_what_the_engine_needs() {
     let log = tempfile::tempdir().unwrap();
     let path = log.path().join("requests");
     // Deeper than any stack.
@@ -45,11 +45,15 @@ fn a_parent_without_room_leaves_rows_and_what_the_engine_needs_and_no_engine_ope
         whole.memory.unwrap().block_tokens
     );
     let requests = fs::read_to_string(&path).unwrap();
-    let count = |verb: &str| requests.matches(verb).count();
+    let verbs = requests.lines().filter_map(|line| {
+        let mut verbs = ["open", "close"].into_iter();
+        verbs.find(|verb| line.contains(&format!("\"{verb}\"")))
+    });
+    let first: Vec<&str> = verbs.take(3).collect();
     assert_eq!(
-        count("\"open\""),
-        count("\"close\"") + 1,
-        "all that opened was closed: {requests}"
+        first,
+        ["open", "open", "close"],
+        "what showed the engine's needs makes room"
     );
 }
 
