@@ -31,7 +31,7 @@ budget: {{sequence_tokens: 256, calibration_tokens: 8192, scoring_tokens: 1024, 
 recovery: {{learning_rate: 0.0002, batch_sequences: 2}}
 """
 MOST_MEDIAN, MOST_WORST = 0.05, 0.10
-MOST_DRIFT, ATTEMPTS = 0.05, 3
+MOST_DOUBT, MOST_WINDOWS = 0.025, 6
 BLOCK_TOKENS = 32
 
 
@@ -94,53 +94,54 @@ def predicted(price, blocks):
 
 def serve_in_turns(given, config, wanted, log):
     """Milliseconds of a request to each candidate, of every round, all of them open in one process."""
-    names = [f"candidate {number}" for number in range(len(wanted))]
-    times = {name: [] for name in names}
+    times = [[] for _ in wanted]
     with vllm_helper(log) as helper:
-        for name, blocks in zip(names, wanted):
+        for number, blocks in enumerate(wanted):
             model = flat(config, blocks, "f32")
             bytes_of_block = block_bytes(model, BLOCK_TOKENS, "f32")
-            opened(helper, name, WORKLOAD, blocks_needed(WORKLOAD), bytes_of_block, config=model)
+            opened(helper, f"candidate-{number}", WORKLOAD, blocks_needed(WORKLOAD), bytes_of_block, config=model)
         for turn in range(given.rounds + 1):
-            for name in names:
-                requests = WORKLOAD["concurrency"]
-                served = helper.ask("serve", timeout=900, engine=name, workload=WORKLOAD, requests=requests)
+            for number, found in enumerate(times):
+                engine, requests = f"candidate-{number}", WORKLOAD["concurrency"]
+                served = helper.ask("serve", timeout=900, engine=engine, workload=WORKLOAD, requests=requests)
                 if turn > 0:
-                    times[name].append(statistics.median(served["end_to_end_ms"]))
+                    found.append(statistics.median(served["end_to_end_ms"]))
     return times
 
 
 def check_unseen(figures, given, spec, config, layers, log):
     """Candidates that were never measured as a whole are served between two tables of the same spec, and compared with
-    what the tables' mean makes of them. Where the two tables disagree the machine's pace moved while the candidates were
-    served, and no comparison says anything: then all of it is done again. What is done again is decided by the tables
-    alone, before any candidate is compared.
+    what the tables' mean makes of them; between further tables, as long as those show that the machine's pace moves by
+    more than the mean of so many windows makes up for. Whether there is another window is decided by the tables alone.
     """
-    for attempt in range(ATTEMPTS):
-        before = profiled(given, f"before-{attempt}", spec)
-        wanted = list(candidates(sorted(name for name in before if name != "base"), layers, given.candidates))
-        times = serve_in_turns(given, config, wanted, log)
-        after = profiled(given, f"after-{attempt}", spec)
-        drifts = [predicted(after, blocks) / predicted(before, blocks) - 1 for blocks in wanted]
-        drift = max(drifts, key=abs)
-        print(f"      the table after gives {drift:+.1%} at most against the table before", flush=True)
-        if abs(drift) <= MOST_DRIFT:
-            compare(figures, wanted, before, after, times)
+    tables, windows, drifts = [profiled(given, "table-0", spec)], [], []
+    wanted = list(candidates(sorted(name for name in tables[0] if name != "base"), layers, given.candidates))
+    while len(windows) < MOST_WINDOWS:
+        windows.append(serve_in_turns(given, config, wanted, log))
+        before = tables[-1]
+        tables.append(profiled(given, f"table-{len(windows)}", spec))
+        moved = [predicted(tables[-1], blocks) / predicted(before, blocks) - 1 for blocks in wanted]
+        drifts.append(max(moved, key=abs))
+        # A window's pace is the mean of its two tables', give or take half of what is between them.
+        doubt = math.sqrt(sum((drift / 2) ** 2 for drift in drifts)) / len(drifts)
+        print(f"      window {len(windows)}: {drifts[-1]:+.1%} from table to table, in doubt by {doubt:.1%}", flush=True)
+        if doubt <= MOST_DOUBT:
+            compare(figures, wanted, tables, windows)
             return
-    text = f"too noisy: tables before and after were more than {MOST_DRIFT:.0%} apart, {ATTEMPTS} times"
-    figures.add(text, False)
+    figures.add(f"too noisy: after {MOST_WINDOWS} windows the machine's pace is in doubt by {doubt:.1%}", False)
 
 
-def compare(figures, wanted, before, after, times):
+def compare(figures, wanted, tables, windows):
     errors = []
-    for (name, rounds), blocks in zip(times.items(), wanted):
-        price = (predicted(before, blocks) + predicted(after, blocks)) / 2
-        measured = statistics.median(rounds)
-        scatter = statistics.median(abs(each - measured) for each in rounds) / measured
+    for number, blocks in enumerate(wanted):
+        prices = [(predicted(one, blocks) + predicted(after, blocks)) / 2 for one, after in zip(tables, tables[1:])]
+        served = [statistics.median(rounds[number]) for rounds in windows]
+        price, measured = statistics.mean(prices), statistics.mean(served)
+        off = [abs(each - middle) / middle for rounds, middle in zip(windows, served) for each in rounds[number]]
         errors.append(abs(price / measured - 1))
         print(
-            f"      {name}, {len(blocks)} blocks: predicted {price:.2f} ms, measured {measured:.2f} ms "
-            f"({price / measured - 1:+.1%}), its repeats scatter by {scatter:.1%}"
+            f"      candidate {number}, {len(blocks)} blocks: predicted {price:.2f} ms, measured {measured:.2f} ms "
+            f"({price / measured - 1:+.1%}), its repeats scatter by {statistics.median(off):.1%}"
         )
     median, worst = statistics.median(errors), max(errors)
     figures.add(
