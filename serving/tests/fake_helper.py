@@ -71,8 +71,9 @@ HEAD_SIZES = [32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512]
 CUDA = os.environ.get("FAKE_VLLM_CUDA") == "1"
 # A GPU's share of a step, and the host's part: what the device waits for, and what it needs itself; microseconds.
 DEVICE_SHARE, ALONE, FLOOR, BLOCK = 0.6, 100, 300, 60
-# Of a GPU's memory: what each engine keeps beside weights, keys and values, what it takes while it runs, and the context.
-GRAPHS, ACTIVATIONS, OUTSIDE = 64 << 20, 32 << 20, 512 << 20
+# What an engine takes while it serves, of a GPU's memory or really of the process's. Of a GPU's also what each engine
+# keeps beside weights, keys and values, and the context.
+ACTIVATIONS, GRAPHS, OUTSIDE = 32 << 20, 64 << 20, 512 << 20
 
 
 class FakeClock:
@@ -378,6 +379,12 @@ class FakeSession(Session):
             except FileExistsError:
                 return None
         return what
+
+    def serve(self, fields, stage):
+        activations = None if CUDA else b"x" * ACTIVATIONS
+        served = super().serve(fields, stage)
+        del activations
+        return served
 
     def handle(self, request):
         what = self.due(request.verb)

@@ -111,7 +111,7 @@ class Lines(Helper):
             self.assertEqual(answer["error"]["kind"], "protocol")
         client.send(b'{"id":7,"memory":{},"close":{"engine":"a"}}\n')
         self.assertEqual(client.line(10)["id"], 7)
-        self.assertGreater(client.ask("memory")["pss_bytes"], 0)
+        self.assertGreater(client.ask("memory")["held_bytes"], 0)
 
     def test_requests_are_refused_by_the_field_that_is_wrong(self):
         client = self.fake()
@@ -691,7 +691,7 @@ class Pure(unittest.TestCase):
             peak.take()
             taken = bytearray(64 << 20)
             until = time.monotonic() + 20
-            while not marked and peak.seen < memory.proportional() - (1 << 20) and time.monotonic() < until:
+            while not marked and peak.seen < memory.held() - (1 << 20) and time.monotonic() < until:
                 time.sleep(0.01)
             del taken
             held, most = peak.take()
@@ -699,6 +699,26 @@ class Pure(unittest.TestCase):
             self.assertLess(most - held, 80 << 20)
             held, most = peak.take()
             self.assertLess(most - held, 8 << 20)
+
+    def test_what_others_share_counts_whole_however_many_they_are(self):
+        taken = bytearray(b"x" * (64 << 20))
+        before = memory.held()
+        goes_on = os.pipe()
+        # It shares every page until one of both writes on it.
+        sharer = os.fork()
+        if sharer == 0:
+            os.close(goes_on[1])
+            os.read(goes_on[0], 1)
+            os._exit(0)
+        try:
+            shared = memory.held()
+        finally:
+            os.close(goes_on[1])
+            os.waitpid(sharer, 0)
+            os.close(goes_on[0])
+        for held in (shared, memory.held()):
+            self.assertLess(abs(held - before), 1 << 20)
+        self.assertGreater(before, len(taken))
 
     def test_memory_of_a_control_group_leaves_out_files_that_can_be_dropped(self):
         with tempfile.TemporaryDirectory() as work:

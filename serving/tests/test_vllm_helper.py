@@ -219,7 +219,7 @@ class Helper(unittest.TestCase):
         answer = self.client.ask("memory")
         if self.hello["platform"] == "cpu":
             self.assertIsNone(answer["device"])
-            return answer["pss_bytes"], answer["peak_pss_bytes"]
+            return answer["held_bytes"], answer["peak_held_bytes"]
         return answer["device"]["reserved_bytes"], answer["device"]["peak_reserved_bytes"]
 
     def test_memory_shows_weights_and_keys_and_values(self):

@@ -9,13 +9,21 @@ from pathlib import Path
 LOOK_EVERY = 0.02
 
 
-def proportional():
-    """What this process holds, shared pages by their share."""
+def held():
+    """What this process holds beside pages of files, which are others' as well: libraries, mapped checkpoints.
+
+    Anonymous pages count whole, whoever shares them: by its share a page would weigh more or less whenever another
+    process ends or begins. Older systems do not tell what is shared memory.
+    """
+    found = {}
     with open("/proc/self/smaps_rollup", encoding="ascii") as file:
         for line in file:
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
-    raise OSError("/proc/self/smaps_rollup has no line 'Pss:'")
+            if line.startswith(("Anonymous:", "Pss_Shmem:")):
+                name, kilobytes, _ = line.split()
+                found[name] = int(kilobytes) << 10
+    if "Anonymous:" not in found:
+        raise OSError("/proc/self/smaps_rollup has no line 'Anonymous:'")
+    return sum(found.values())
 
 
 def resident():
@@ -41,14 +49,14 @@ def forget_peak():
 class Peak:
     """The most that the process held since it was last asked.
 
-    The system keeps a mark of the most that was ever resident, which misses nothing and costs no time; what others
-    share of it is taken to have been then as it is now. Where there is no such mark, or it cannot begin again, a thread
+    The system keeps a mark of the most that was ever resident, which misses nothing and costs no time; what of it are
+    pages of files is taken to have been then as it is now. Where there is no such mark, or it cannot begin again, a thread
     looks now and then.
     """
 
     def __init__(self):
         self.marked = resident() is not None and forget_peak()
-        self.seen = proportional()
+        self.seen = held()
         self.lock = threading.Lock()
 
     def start(self):
@@ -59,7 +67,7 @@ class Peak:
         while True:
             start = time.thread_time()
             with self.lock:
-                self.seen = max(self.seen, proportional())
+                self.seen = max(self.seen, held())
             # To sum up many mappings takes long: no more than a fiftieth of a processor goes into looking. What was
             # spent waiting for a processor or for the interpreter is no such work and must not lengthen the pause.
             time.sleep(max(LOOK_EVERY, 50 * (time.thread_time() - start)))
@@ -67,15 +75,15 @@ class Peak:
     def take(self):
         """Held now, and at most since this was last asked."""
         if self.marked:
-            held = proportional()
+            holds = held()
             now, most = resident()
             forget_peak()
-            return held, held + max(0, most - now)
+            return holds, holds + max(0, most - now)
         # A look that is under way has ended before what was seen is forgotten, or it would be told once more.
         with self.lock:
-            held = proportional()
-            peak, self.seen = max(self.seen, held), held
-        return held, peak
+            holds = held()
+            peak, self.seen = max(self.seen, holds), holds
+        return holds, peak
 
 
 def number_in(file):

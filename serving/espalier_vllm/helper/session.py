@@ -105,7 +105,7 @@ class Session:
         # What was freed and is kept would hide what the next to run takes.
         self.platform.give_back()
         held, peak = self.peak.take()
-        return {"pss_bytes": held, "peak_pss_bytes": peak, "device": self.platform.memory()}
+        return {"held_bytes": held, "peak_held_bytes": peak, "device": self.platform.memory()}
 
     def close(self, fields, stage):
         engine = self.engine(fields)

@@ -86,7 +86,7 @@ impl InVllm<'_> {
         for _ in 0..HOST_MEMORY_RUNS {
             self.serve(whole, whole.workload.concurrency)?;
             let served = self.helper.memory(self.surroundings)?;
-            most = most.max(served.peak_pss_bytes.saturating_sub(before.pss_bytes));
+            most = most.max(served.peak_held_bytes.saturating_sub(before.held_bytes));
             before = served;
         }
         Ok(most)

@@ -254,12 +254,12 @@ pub(super) struct Served {
     pub preemptions: u64,
 }
 
-/// What the process holds on the host, and on the device.
+/// What the process holds on the host beside pages of files, and on the device.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub(super) struct Memory {
-    pub pss_bytes: u64,
+    pub held_bytes: u64,
     /// Since the last time it was asked.
-    pub peak_pss_bytes: u64,
+    pub peak_held_bytes: u64,
     #[serde(default)]
     pub device: Option<DeviceMemory>,
 }

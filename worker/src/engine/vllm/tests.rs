@@ -136,12 +136,15 @@ impl World {
     }
 
     fn pair(&self, running: Option<usize>) -> Result<MeasuredPair> {
+        self.pair_of(&parent(), running)
+    }
+
+    /// The model and a smaller one in turns.
+    fn pair_of(&self, whole: &Architecture, running: Option<usize>) -> Result<MeasuredPair> {
         let mut vllm = Vllm::new(self.options.clone());
         let mut engine = vllm.engine(Precision::Bf16, &self.whoever)?;
-        let mut smaller = parent();
-        smaller.blocks.truncate(3);
-        let whole = parent();
-        let both = [&whole, &smaller].map(Subject::Shape);
+        let smaller = smaller_than(whole);
+        let both = [whole, &smaller].map(Subject::Shape);
         measure_pair(&mut engine, both, &WORKLOAD, running, 4, &self.whoever)
     }
 
@@ -187,6 +190,13 @@ fn parent() -> Architecture {
         norm_epsilon: 1e-5,
         max_positions: 256,
     }
+}
+
+/// Half of its blocks.
+fn smaller_than(architecture: &Architecture) -> Architecture {
+    let mut smaller = architecture.clone();
+    smaller.blocks.truncate(architecture.blocks.len() / 2);
+    smaller
 }
 
 pub(super) fn task() -> Profile {

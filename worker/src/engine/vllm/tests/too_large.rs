@@ -59,8 +59,7 @@ fn a_parent_without_room_leaves_rows_and_what_the_engine_needs() {
 
 #[test]
 fn a_candidate_is_served_alone_where_the_parent_has_no_room_or_none_beside_it() {
-    let mut smaller = parent();
-    smaller.blocks.truncate(3);
+    let smaller = smaller_than(&parent());
     let both = held_bytes(&parent()) + held_bytes(&smaller);
     // The fake has no norms, which are a few kilobytes.
     for (fits, says) in [
