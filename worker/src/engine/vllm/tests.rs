@@ -10,7 +10,6 @@ mod too_large;
 
 use std::cell::{Cell, RefCell};
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -78,10 +77,15 @@ impl Surroundings for Whoever {
 }
 
 fn script(directory: &Path, name: &str, text: &str) -> PathBuf {
-    let path = directory.join(name);
-    fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-    path
+    fs::write(directory.join("text"), format!("#!/bin/sh\n{text}\n")).unwrap();
+    // Copied by another process: one that this one had open for writing another test's child might hold yet, and then it
+    // cannot be started.
+    let copied = std::process::Command::new("sh")
+        .args(["-c", "cp text \"$0\" && chmod +x \"$0\"", name])
+        .current_dir(directory)
+        .status();
+    assert!(copied.unwrap().success());
+    directory.join(name)
 }
 
 /// A Python that has what `found` says, and whose helper is the fake.
