@@ -25,6 +25,9 @@ def version(module):
         return ''
 print(json.dumps({'vllm': version('vllm'), 'plugin': version('espalier_vllm')}))
 ";
+/// Set, it keeps the directory that the worker happens to be started in off the path of modules: that may be a clone of
+/// vLLM. Python 3.10 passes it over.
+pub(super) const SAFE_PATH: (&str, &str) = ("PYTHONSAFEPATH", "1");
 /// An interpreter that has said nothing for this long hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// How often it is looked whether it has.
@@ -118,6 +121,7 @@ impl Environment {
         let mut command = Command::new(&self.python);
         command
             .args(["-c", LOOK_UP])
+            .env(SAFE_PATH.0, SAFE_PATH.1)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::null());

@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::Error;
-use super::environment::expect_program;
+use super::environment::{SAFE_PATH, expect_program};
 use super::group::Group;
 use super::protocol::{Answer, LINE_BYTES};
 use super::room::Room;
@@ -81,6 +81,7 @@ impl Process {
             .args(["-c", START])
             .arg(python)
             .args(arguments)
+            .env(SAFE_PATH.0, SAFE_PATH.1)
             .envs(room.iter().flat_map(Room::variables))
             .envs(variables.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::piped())

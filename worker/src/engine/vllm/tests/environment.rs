@@ -69,6 +69,18 @@ fn a_script_that_leaves_somebody_behind_or_hangs_holds_nobody_up() {
 }
 
 #[test]
+fn neither_the_look_nor_vllm_takes_modules_from_where_the_worker_was_started() {
+    let mut world = World::new(&[]);
+    let python = &mut world.options.environment.as_mut().unwrap().python;
+    let text = format!(
+        "[ \"$PYTHONSAFEPATH\" = 1 ] || exit 9; exec '{}' \"$@\"",
+        python.display()
+    );
+    *python = script(world.directory.path(), "careful", &text);
+    world.profile().unwrap();
+}
+
+#[test]
 fn the_python_that_this_machine_has_is_understood_by_what_it_prints() {
     let environment = Environment {
         python: PathBuf::from("python3"),
