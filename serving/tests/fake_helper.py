@@ -16,6 +16,7 @@ Time passes as if it were slept. The environment says what else is different:
                          stall         signs of life go on, with nothing done
                          slow          3 s with real progress, then as usual
                          die           killed by signal 9, after a first `progress`
+                         killed        as the worker is left where the system did that for want of memory
                          exit          status 1 with a traceback on standard error
                          flood         50 MB on standard output and error first
                          long_line     20 MiB without a line feed on descriptor 3
@@ -423,6 +424,8 @@ def misbehave(what, channel, number):
             channel.stage("open", done + 1)
     elif what == "die":
         os.kill(os.getpid(), 9)
+    elif what == "killed":
+        raise Failure("out_of_memory", "the system killed it", fatal=True)
     elif what == "exit":
         print("Traceback (most recent call last):\nRuntimeError: fell over", file=sys.stderr, flush=True)
         os._exit(1)

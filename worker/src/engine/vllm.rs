@@ -184,7 +184,8 @@ impl InVllm<'_> {
     /// measured is no less true for it. Where an error comes first the helper is dropped, and so ended, instead.
     ///
     /// A processor's helper is ended: what closed models leave free in it, about 10 MB after a model of 135M parameters,
-    /// the next one takes without a rise of the process's memory, and would seem to need that much less.
+    /// the next one takes without a rise of the process's memory, and would seem to need that much less. Where a model is
+    /// opened after another one within a task, that is done in another process too.
     pub fn close(mut self) {
         if self.helper.hello.platform == "cpu" {
             self.helper.end();
@@ -205,14 +206,24 @@ impl InVllm<'_> {
     /// When there is no room even for those, or vLLM cannot be started again.
     fn begin_anew(&mut self) -> Result<()> {
         match self.helper.close_all(self.surroundings) {
-            Ok(()) => {}
-            Err(crate::Error::Cancelled) => return Err(crate::Error::Cancelled),
+            Ok(()) => self.open_again(),
+            Err(crate::Error::Cancelled) => Err(crate::Error::Cancelled),
             Err(error) => {
                 tracing::warn!(%error, "vLLM is started again");
-                self.helper.end();
-                self.helper = start(&self.home.options, self.surroundings)?;
+                self.begin_in_another()
             }
         }
+    }
+
+    /// The same in another process.
+    fn begin_in_another(&mut self) -> Result<()> {
+        self.helper.end();
+        self.helper = start(&self.home.options, self.surroundings)?;
+        self.open_again()
+    }
+
+    /// Opens, in a process without engines, those models that are to be open.
+    fn open_again(&mut self) -> Result<()> {
         for place in 0..self.open.len() {
             let Some(whole) = self.open.get(place).cloned().flatten() else {
                 continue;
@@ -252,18 +263,16 @@ impl InVllm<'_> {
         );
         let threads = self.helper.hello.threads;
         if self.helper.hello.platform == "cpu" && opened.threads != threads {
-            return Err(Error::Refused {
-                reason: format!(
-                    "it computes with {} threads, expected {threads}, by which its times are kept; unset \
-                     VLLM_CPU_OMP_THREADS_BIND, or start the worker with --threads {}",
-                    opened.threads, opened.threads
-                ),
-            }
-            .into());
+            let reason = format!(
+                "its vLLM computes with {} threads, expected {threads}, by which its times are kept; unset \
+                 VLLM_CPU_OMP_THREADS_BIND, or start the worker with --threads {}",
+                opened.threads, opened.threads
+            );
+            return Err(self.helper.unfit(reason).into());
         }
         let blocks = load.blocks(architecture, block_tokens);
         if opened.kv_blocks < blocks {
-            return Err(Error::Refused {
+            return Err(Error::Engine {
                 reason: format!(
                     "it made {} blocks of keys and values of the space for {blocks}",
                     opened.kv_blocks
@@ -323,7 +332,7 @@ impl InVllm<'_> {
         let Whole { engine, workload, .. } = whole;
         let served = self.helper.serve(engine, workload, requests, self.surroundings)?;
         if served.preemptions > 0 {
-            return Err(Error::Refused {
+            return Err(Error::Engine {
                 reason: format!(
                     "{} requests were put back for want of keys and values, which were counted to suffice",
                     served.preemptions
@@ -370,6 +379,11 @@ impl Engine for InVllm<'_> {
 
     fn open(&mut self, model: &Subject<'_>, workload: &Workload, running: usize) -> Result<Opened> {
         super::builtin::check_workload(workload)?;
+        let hides_memory = self.helper.hello.platform == "cpu" && self.helper.had_others();
+        // A model that had no room may have taken its process with it.
+        if hides_memory || !self.helper.is_idle() {
+            self.begin_in_another()?;
+        }
         let load = Load::of(workload, running, self.helper.hello.steps_under_way());
         let (architecture, model) = resolved(model, self.precision, load.context)?;
         let shortage = self.shortage_of(&architecture, load);

@@ -36,6 +36,8 @@ pub(super) struct Helper {
     last_id: u64,
     /// Engines that are open, by name.
     engines: BTreeSet<String>,
+    /// Whether a model was opened, or was to be, that is not open any more.
+    had_others: bool,
     /// The longest time that passed, while something was timed, until it was further.
     longest: Option<Duration>,
     /// What the process takes of a GPU beside its allocator, once a model has served.
@@ -123,6 +125,7 @@ impl Helper {
             deadlines,
             last_id: 0,
             engines: BTreeSet::new(),
+            had_others: false,
             longest: None,
             outside_bytes: None,
             step: Duration::ZERO,
@@ -187,6 +190,19 @@ impl Helper {
         self.process.was_killed()
     }
 
+    /// Whether a model was opened, or was to be, that is not open any more.
+    pub fn had_others(&self) -> bool {
+        self.had_others
+    }
+
+    /// Its environment is not as it has to be.
+    pub fn unfit(&self, reason: String) -> Error {
+        Error::NoVllm {
+            python: self.python.clone(),
+            reason,
+        }
+    }
+
     /// Opens an engine of a model of this shape.
     ///
     /// # Errors
@@ -204,9 +220,12 @@ impl Helper {
         }
         let patience = self.deadlines.opening(parameters.saturating_mul(4));
         let engine = open.engine.clone();
-        let opened = self.ask(&Request::Open(open), patience, surroundings)?;
-        self.engines.insert(engine);
-        Ok(opened)
+        let opened = self.ask(&Request::Open(open), patience, surroundings);
+        match opened {
+            Ok(_) => _ = self.engines.insert(engine),
+            Err(_) => self.had_others = true,
+        }
+        opened
     }
 
     /// Times single steps of an engine: so many, after as many to warm up as that.
@@ -278,6 +297,7 @@ impl Helper {
         if !self.engines.remove(engine) {
             return Ok(());
         }
+        self.had_others = true;
         let engine = engine.to_owned();
         let closed: crate::Result<Value> =
             self.ask(&Request::Close { engine }, self.deadlines.open, surroundings);
@@ -428,10 +448,7 @@ impl Helper {
             "unsupported" | "invalid" => Error::Refused { reason },
             "out_of_memory" => Error::OutOfMemory { reason },
             "busy" => Error::Busy { reason },
-            "no_vllm" | "version" => Error::NoVllm {
-                python: self.python.clone(),
-                reason,
-            },
+            "no_vllm" | "version" => self.unfit(reason),
             "unknown_engine" => Error::NotOpen { reason },
             "protocol" => Error::Protocol { reason },
             _ => Error::Engine { reason },

@@ -80,16 +80,15 @@ fn whatever_times_depend_on_is_in_their_key() {
 }
 
 #[test]
-fn an_engine_of_more_threads_than_its_key_says_is_refused() {
+fn an_engine_of_more_threads_than_its_key_says_is_a_fault_of_the_environment() {
     let world = World::new(&[("FAKE_VLLM_THREADS", "16")]);
     let crate::Error::Vllm(error) = world.profile().unwrap_err() else {
         panic!("another error");
     };
-    assert_eq!(error.failure_kind(), FailureKind::Invalid);
-    assert!(
-        error.to_string().contains("with 16 threads, expected 1"),
-        "{error}"
-    );
+    assert_eq!(error.failure_kind(), FailureKind::Error, "another worker may do");
+    for part in ["--vllm-python", "with 16 threads, expected 1"] {
+        assert!(error.to_string().contains(part), "{error}");
+    }
 }
 
 #[test]
@@ -203,7 +202,8 @@ fn one_that_the_system_kills_is_started_again_with_fewer_engines() {
         assert!(once.exists(), "{wrong}");
         let asked = fs::read_to_string(log.path()).unwrap();
         let started = asked.lines().filter(|line| line.contains("\"hello\"")).count();
-        assert_eq!(started, if wrong.ends_with("die") { 2 } else { 1 }, "{wrong}");
+        // The third is the parent's: another model's memory is then read in a process of its own.
+        assert_eq!(started, 2, "{wrong}");
         fs::remove_file(&once).unwrap();
         fs::write(log.path(), "").unwrap();
     }

@@ -5,8 +5,23 @@ use super::*;
 
 /// What the fake holds of a model under the workload.
 fn held_bytes(architecture: &Architecture) -> u64 {
+    held_in_pages(architecture, 32)
+}
+
+/// The same in pages of so many tokens.
+fn held_in_pages(architecture: &Architecture, tokens: usize) -> u64 {
     let load = models::Load::of(&WORKLOAD, WORKLOAD.concurrency, 1);
-    architecture.weight_bytes(Precision::Bf16) + load.kv_bytes(architecture, Precision::Bf16, 32)
+    architecture.weight_bytes(Precision::Bf16) + load.kv_bytes(architecture, Precision::Bf16, tokens)
+}
+
+/// The verbs that open and close, in the order they were asked.
+fn verbs_of(log: &Path) -> Vec<&'static str> {
+    let requests = fs::read_to_string(log).unwrap();
+    let verbs = requests.lines().filter_map(|line| {
+        let mut verbs = ["hello", "open", "close"].into_iter();
+        verbs.find(|verb| line.contains(&format!("\"{verb}\"")))
+    });
+    verbs.collect()
 }
 
 #[test]
@@ -44,17 +59,61 @@ fn a_parent_without_room_leaves_rows_and_what_the_engine_needs() {
         profiled.memory.unwrap().block_tokens,
         whole.memory.unwrap().block_tokens
     );
-    let requests = fs::read_to_string(&path).unwrap();
-    let verbs = requests.lines().filter_map(|line| {
-        let mut verbs = ["open", "close"].into_iter();
-        verbs.find(|verb| line.contains(&format!("\"{verb}\"")))
-    });
-    let first: Vec<&str> = verbs.take(3).collect();
     assert_eq!(
-        first,
-        ["open", "open", "close"],
-        "what showed the engine's needs makes room"
+        verbs_of(&path)[..5],
+        ["hello", "open", "hello", "open", "close"],
+        "what shows the engine's needs is in a process of its own, and makes room"
     );
+}
+
+#[test]
+fn on_a_processor_memory_is_read_where_no_model_was_before() {
+    let mut smaller = parent();
+    smaller.blocks.truncate(3);
+    for (cuda, page, last) in [
+        ("0", 32, &["close", "hello", "open"][..]),
+        ("1", 16, &["close", "open"]),
+    ] {
+        // There is room for either, not for both; the fake has no norms, which are a few kilobytes.
+        let both = held_in_pages(&parent(), page) + held_in_pages(&smaller, page);
+        let fits = (both - 4096).to_string();
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let world = World::new(&[
+            ("FAKE_VLLM_MEMORY", &fits),
+            ("FAKE_VLLM_CUDA", cuda),
+            ("FAKE_VLLM_LOG", log.path().to_str().unwrap()),
+        ]);
+        assert!(world.pair(None).unwrap().parent.shortage().is_some());
+        assert_eq!(verbs_of(log.path()), [&["hello", "open", "open"], last].concat());
+    }
+}
+
+#[test]
+fn a_model_that_takes_its_process_with_it_leaves_others_one() {
+    for (cuda, wrong) in ["0", "1"]
+        .into_iter()
+        .flat_map(|cuda| [(cuda, "open:1=killed"), (cuda, "open:2=killed")])
+    {
+        let says = format!("{wrong}, {cuda} GPUs");
+        let once = tempfile::tempdir().unwrap();
+        let once = once.path().join("once");
+        let world = World::new(&[
+            ("FAKE_VLLM", wrong),
+            ("FAKE_VLLM_CUDA", cuda),
+            ("FAKE_VLLM_ONCE", once.to_str().unwrap()),
+        ]);
+        let pair = world.pair(None).expect(&says);
+        assert!(pair.parent.shortage().is_some(), "{says}");
+        assert_eq!(pair.candidate.latency_ms.samples.len(), 4, "{says}");
+    }
+    let once = tempfile::tempdir().unwrap();
+    let once = once.path().join("once");
+    let world = World::new(&[
+        ("FAKE_VLLM", "open:1=killed"),
+        ("FAKE_VLLM_ONCE", once.to_str().unwrap()),
+    ]);
+    let profiled = world.profile().unwrap();
+    assert!(profiled.parent.shortage().is_some() && profiled.memory.is_some());
 }
 
 #[test]
