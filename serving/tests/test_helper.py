@@ -3,6 +3,7 @@
 python3 -m unittest discover -s serving/tests -p test_helper.py
 """
 
+import json
 import os
 import signal
 import statistics
@@ -133,7 +134,7 @@ class Lines(Helper):
         for _ in range(17):
             client.send(b"x" * (1 << 20))
         self.assertTrue(client.line(10)["error"]["fatal"])
-        client.process.wait(5)
+        self.assertEqual(client.process.wait(5), 3)
 
     def test_without_descriptor_3_it_does_not_begin(self):
         command = [sys.executable, "-m", "espalier_vllm.helper"]
@@ -150,6 +151,22 @@ class Ends(Helper):
         start = time.monotonic()
         self.assertEqual(client.end(), -signal.SIGKILL)
         self.assertLess(time.monotonic() - start, 5)
+
+    def test_input_that_cannot_be_taken_is_told_and_ends_it_in_the_middle_of_a_request(self):
+        request = b'{"id":10,"memory":{}}\n'
+        for chunks in ([b"x" * (1 << 20)] * 16 + [b"xx"], [request] * 10):
+            client = self.misbehaving("memory=stall")
+            client.ask("hello", protocol=1)
+            client.send(b'{"id":9,"memory":{}}\n')
+            client.line(10)
+            for chunk in chunks:
+                client.send(chunk)
+            said = []
+            while (line := client.line(20)) is not None:
+                said.append(line)
+            refused = [line["error"] for line in said if "error" in line]
+            self.assertEqual([(each["kind"], each["fatal"]) for each in refused], [("protocol", True)])
+            self.assertEqual(client.process.wait(20), -signal.SIGKILL)
 
     def test_what_it_started_ends_with_it(self):
         client = self.misbehaving("hello=orphan,memory=stall")

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from .clock import group_seconds
 
@@ -19,6 +19,8 @@ LONGEST_LINE = 16 << 20
 PARENT_EVERY = 1.0
 ALIVE_EVERY = 5.0
 PROGRESS_EVERY = 0.5
+# Requests that wait while one is answered.
+MOST_WAITING = 8
 
 
 class Channel:
@@ -27,7 +29,7 @@ class Channel:
     def __init__(self, incoming, outgoing):
         self.outgoing = outgoing
         self.incoming = incoming
-        self.waiting = queue.Queue()
+        self.waiting = queue.Queue(MOST_WAITING)
         self.lock = threading.Lock()
         # Of the request that is being answered: its id, the stage, what is done of it, when that was last said.
         self.id = None
@@ -36,7 +38,7 @@ class Channel:
         # Processor time of what this process started and that still runs, as it was last looked at.
         self.started_seconds = 0.0
         self.parent = os.getppid()
-        self.ended = False
+        self.ended = self.refused = False
 
     def start(self):
         threading.Thread(target=self.read, name="requests", daemon=True).start()
@@ -48,15 +50,27 @@ class Channel:
             while line := lines.readline(LONGEST_LINE + 1):
                 if len(line) > LONGEST_LINE:
                     # What follows is the rest of it: there is no telling where the next begins.
-                    self.say({"id": None, "error": too_long()})
+                    self.refuse(f"a line of more than {LONGEST_LINE} bytes")
                     break
-                self.waiting.put(line)
+                try:
+                    self.waiting.put_nowait(line)
+                except queue.Full:
+                    self.refuse(f"more than {MOST_WAITING} requests before one was answered")
+                    break
         self.ended = True
-        self.waiting.put(None)
+        with suppress(queue.Full):
+            # Where it is full nobody waits for more.
+            self.waiting.put_nowait(None)
         while True:
             time.sleep(0.1)
             if self.id is not None:
                 end_now()
+
+    def refuse(self, says):
+        """Says that nothing more is read, whatever request is being answered meanwhile."""
+        self.refused = True
+        with self.lock:
+            self.write({"id": None, "error": {"kind": "protocol", "says": says, "fatal": True}})
 
     def live(self):
         since = time.monotonic()
@@ -125,10 +139,6 @@ class Channel:
                 view = view[os.write(self.outgoing, view) :]
         except BrokenPipeError:
             end_now()
-
-
-def too_long():
-    return {"kind": "protocol", "says": f"a line of more than {LONGEST_LINE} bytes", "fatal": True}
 
 
 def end_now():

@@ -32,7 +32,7 @@ class Session:
                 failure = self.answer(request)
             if failure is not None and failure.fatal:
                 return 3
-        return 0
+        return 3 if self.channel.refused else 0
 
     def answer(self, request):
         """Says `done` or `error`, and gives the failure, if there was one."""
