@@ -154,7 +154,7 @@ class Ends(Helper):
 
     def test_input_that_cannot_be_taken_is_told_and_ends_it_in_the_middle_of_a_request(self):
         request = b'{"id":10,"memory":{}}\n'
-        for chunks in ([b"x" * (1 << 20)] * 16 + [b"xx"], [request] * 10):
+        for chunks in ([b"x" * (1 << 20)] * 16 + [b"xx"], [request] * 9):
             client = self.misbehaving("memory=stall")
             client.ask("hello", protocol=1)
             client.send(b'{"id":9,"memory":{}}\n')
@@ -572,8 +572,31 @@ class Pure(unittest.TestCase):
         )
         self.assertEqual(needs.weight_bytes({"model_type": "other"}, None, "bf16"), 0)
         with tempfile.TemporaryDirectory() as work:
-            Path(work, "model.safetensors").write_bytes(bytes(77))
-            self.assertEqual(needs.weight_bytes({}, work, "bf16"), 77)
+            def write(name, *shapes, stored="F32"):
+                tensors = {f"t{at}": {"dtype": stored, "shape": shape} for at, shape in enumerate(shapes)}
+                header = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
+                Path(work, name).write_bytes(len(header).to_bytes(8, "little") + header)
+
+            self.assertEqual(needs.weight_bytes({}, work, "bf16"), 0)
+            write("b.safetensors", [5, 2])
+            self.assertEqual(needs.weight_bytes({}, work, "bf16"), 2 * 10)
+            # The same once more in one file, and then in two that an index names.
+            write("model.safetensors", [3, 4], [5], [])
+            self.assertEqual(needs.weight_bytes({}, work, "bf16"), 2 * 18)
+            self.assertEqual(needs.weight_bytes({}, work, "f32"), 4 * 18)
+            write("one.safetensors", [100], stored="BF16")
+            write("two.safetensors", [7])
+            index = Path(work, "model.safetensors.index.json")
+            index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+            self.assertEqual(needs.weight_bytes({}, work, "f32"), 4 * 107)
+            for damaged in (b"", bytes(7) + b"\xff", b"\2" + bytes(7) + b"[]", bytes(100)):
+                Path(work, "two.safetensors").write_bytes(damaged)
+                with self.assertRaises(Failure) as caught:
+                    needs.weight_bytes({}, work, "f32")
+                self.assertIn("two.safetensors is no safetensors file", caught.exception.says)
+            index.write_text("[]")
+            with self.assertRaises(Failure):
+                needs.weight_bytes({}, work, "f32")
 
     def test_exceptions_of_vllm_become_kinds_that_say_what_to_do(self):
         platform = engine.Platform()
@@ -582,6 +605,21 @@ class Pure(unittest.TestCase):
             (memory_class("CUDA out of memory. Tried to allocate 2.00 GiB"), "out_of_memory", False),
             (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out_of_memory", False),
             (MemoryError(), "out_of_memory", False),
+            (RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"), "out_of_memory", False),
+            (RuntimeError("Triton Error [CUDA]: out of memory"), "out_of_memory", False),
+            (
+                RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+                "out_of_memory",
+                False,
+            ),
+            (
+                ValueError(
+                    "Available memory on node 0 (14.0/64.0 GiB) on kv cache allocation is less than requested memory "
+                    "for kv (40.0 GiB). Decrease --kv-cache-memory-bytes"
+                ),
+                "out_of_memory",
+                False,
+            ),
             (RuntimeError("CUDA error: an illegal memory access was encountered"), "engine", True),
             (ValueError("Free memory on device cuda:0 (1/139 GiB) on startup is less"), "busy", False),
             (
@@ -599,6 +637,8 @@ class Pure(unittest.TestCase):
             (ValueError("malformed node or string on line 1"), "engine", False),
             (SyntaxError("unexpected EOF while parsing"), "engine", False),
             (AssertionError(), "engine", False),
+            # A cache's directory on a file system without locks.
+            (OSError(95, "Operation not supported"), "engine", False),
         ):
             failure = platform.failure(error)
             self.assertEqual((failure.kind, failure.fatal), (kind, fatal), failure.says)
@@ -684,6 +724,15 @@ class Pure(unittest.TestCase):
         while clock.group_seconds() < before + 0.2 and time.monotonic() < until:
             time.sleep(0.1)
         self.assertGreaterEqual(clock.group_seconds(), before + 0.2)
+
+    def test_what_a_living_child_has_waited_for_is_counted(self):
+        spins = "import time\nwhile time.process_time() < 0.3: pass"
+        waits = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spins!r}]); print(flush=True); sys.stdin.read()"
+        before = clock.group_seconds()
+        child = subprocess.Popen([sys.executable, "-c", waits], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.addCleanup(child.communicate)
+        child.stdout.readline()
+        self.assertGreaterEqual(clock.group_seconds(), before + 0.25)
 
     def test_what_times_depend_on_is_told_and_what_they_do_not_is_not(self):
         found = {"VLLM_CACHE_ROOT": "/a", "VLLM_LOG_STATS_INTERVAL": "1", "HF_HOME": "/b", "VLLM_ATTENTION_BACKEND": "X"}

@@ -188,7 +188,8 @@ def upwards(root, path):
 
 
 def group_seconds():
-    """Processor time of the living others of this process's group: compilers and what else it started."""
+    """Processor time of the living others of this process's group, with that of children that they have waited for:
+    compilers and what else it started."""
     own, group, total = os.getpid(), os.getpgrp(), 0
     for process in Path("/proc").iterdir():
         if not process.name.isdigit() or int(process.name) == own:
@@ -197,7 +198,7 @@ def group_seconds():
             # The name before the last parenthesis may hold anything.
             fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
             if int(fields[2]) == group:
-                total += int(fields[11]) + int(fields[12])
+                total += sum(int(field) for field in fields[11:15])
         except (OSError, ValueError, IndexError):
             continue
     return total * TICK

@@ -173,7 +173,7 @@ class Platform:
     def failure(self, error):
         """What an exception of vLLM's or torch's means."""
         says = " ".join(f"{type(error).__name__}: {error}".split())
-        if is_out_of_memory(error):
+        if is_out_of_memory(error, says):
             return Failure("out_of_memory", says)
         if re.search(r"CUDA error|CUDA driver error|cudaError|device-side assert", says):
             return Failure("engine", says, fatal=True)
@@ -193,15 +193,23 @@ class Platform:
         memory.trim()
 
 
-def is_out_of_memory(error):
+def is_out_of_memory(error, says):
     # torch's own class by its name: without torch there is nothing of it to compare with.
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return named or bool(re.search(r"can't allocate memory|not enough memory|CUDA error: out of memory", str(error)))
+    # vLLM's on a processor counts one of its memory nodes; then torch's, Triton's and cuBLAS's of a device.
+    words = (
+        r"can't allocate memory|not enough memory|Available memory on node \d+ .* is less than requested memory"
+        r"|CUDA (driver )?error: out of memory|Triton Error \[CUDA\]: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    )
+    return named or bool(re.search(words, says))
 
 
 def is_refusal(error, says):
     """Whether vLLM, or our class in it, says that it cannot run this. A `ValueError` alone says no such thing: a cache
-    that is damaged raises one too, and is mended by another try."""
+    that is damaged raises one too, and is mended by another try. What a system does not support is its machine's matter.
+    """
+    if isinstance(error, OSError):
+        return False
     # pydantic's own by its name, as it checks what an engine is asked for.
     named = isinstance(error, (NotImplementedError, espalier_vllm.Unsupported)) or any(
         kind.__name__ == "ValidationError" for kind in type(error).__mro__

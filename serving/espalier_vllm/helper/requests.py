@@ -139,7 +139,7 @@ VERBS = {
         block_tokens=Optional(whole(1), None),
         compiled=Optional(truth, False),
         graph_sizes=Optional(list_of(whole(1), 1), None),
-        gpu_memory_utilization=Optional(share, 0.1),
+        gpu_memory_utilization=Optional(share, 0.01),
     ),
     "steps": record(engine=ENGINE, point=point, repeats=whole(1, 1000), warm_ups=Optional(whole(0, 100), 1)),
     "serve": record(
