@@ -248,15 +248,17 @@ impl<'a> Tail<'a> {
         Ok(each.and_then(|each| each.into_iter().next()))
     }
 
-    /// The last measurement, once it is quiet and inside the limits; plans it, or plans it again. The last
-    /// round stands as it is: what was trained is not thrown away because it missed, it is reported. By an
-    /// imported table the first round is the last.
+    /// The last measurement, once it is quiet and inside the limits; plans it, or plans it again. The last quiet one
+    /// stands as it is: what was trained is not thrown away because it missed, it is reported. By an imported table the
+    /// first round is the last, and stands even if it was noisy.
     fn verified(
         &self,
         exported: &Exported,
         plan: &mut Plan,
     ) -> Result<Option<(&'a MeasuredPair, Vec<String>)>, PlanError> {
+        let imported = self.context.imported()?.is_some();
         let mut notes = Vec::new();
+        let mut quiet = None;
         for round in 1..=MOST_NOISY {
             let stage = Stage::Verify { round };
             if !self.context.results.planned(stage) {
@@ -276,22 +278,25 @@ impl<'a> Tail<'a> {
             let Some(pair) = self.context.measured(stage)? else {
                 return Ok(None);
             };
-            let imported = self.context.imported()?.is_some();
             let last = imported || round == MOST_NOISY;
             if self.context.too_noisy(pair) && imported {
                 notes.push(format!("{stage} was noisy and says little"));
-            } else if self.context.too_noisy(pair) {
-                if last {
+            } else if self.context.too_noisy(pair) && last {
+                let Some(quiet) = quiet else {
                     return Err(PlanError::TooNoisy {
                         stage,
                         drift: pair.drift,
                         disturbed: pair.disturbed,
                         measurements: round,
                     });
-                }
+                };
+                notes.push(format!("{stage} was noisy: the last quiet measurement stands"));
+                return Ok(Some((quiet, notes)));
+            } else if self.context.too_noisy(pair) {
                 notes.push(format!("{stage} was noisy and was measured again"));
                 continue;
             }
+            quiet = Some(pair);
             let missed = LimitReport::missed(&self.limits(self.winner()?.1, pair)?);
             if missed.is_empty() {
                 return Ok(Some((pair, notes)));

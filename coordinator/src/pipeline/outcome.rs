@@ -209,10 +209,18 @@ pub struct StrategyReport {
     /// Seconds that took, loading and evaluating aside.
     #[serde(default)]
     pub recovery_seconds: f64,
-    /// Whether training made it worse, so that untrained weights were kept.
+    /// Whether training made it worse, on what it was trained on or on held-out text, so that the untrained weights count.
     pub kept_untrained: bool,
     /// Recovered weights.
     pub weights: Option<ArtifactId>,
+}
+
+impl StrategyReport {
+    /// Quality of the weights that count: those after recovery unless it made them worse.
+    pub fn quality(&self) -> &Quality {
+        let trained = self.after.as_ref().filter(|_| !self.kept_untrained);
+        trained.unwrap_or(&self.before)
+    }
 }
 
 /// What is left of one block.

@@ -100,7 +100,7 @@ fn facts(body: &mut String, outcome: &Outcome) {
         ));
     }
     if let Some(report) = winner(outcome) {
-        let quality = report.after.as_ref().unwrap_or(&report.before);
+        let quality = report.quality();
         shown.push((
             "KL to the parent",
             format!("{:.3}", quality.divergence),

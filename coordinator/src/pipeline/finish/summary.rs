@@ -4,7 +4,7 @@ use espalier_arch::{Architecture, BlockShape, Variant};
 use espalier_proto::task::{Exported, MeasuredPair, Quality, Recovered, Shard, TaskOutput};
 use espalier_search::{Corrections, Metric, Score};
 
-use super::{Accepted, Decision, PlanError, Qualities, Results, Stage, Tail, shard_tokens};
+use super::{Accepted, Decision, PlanError, Qualities, Results, Stage, Tail, best_of, shard_tokens};
 use crate::pipeline::compare::reading;
 use crate::pipeline::context::{all_parameters, block_parameters};
 use crate::pipeline::import;
@@ -27,8 +27,10 @@ impl Tail<'_> {
         let scores = self.context.scores()?.unwrap_or_default();
         let mut strategies = Vec::with_capacity(self.accepted.len());
         for (position, (accepted, quality)) in self.accepted.iter().zip(&qualities.each).enumerate() {
-            strategies.push(self.strategy(accepted, *quality, recovered.get(position).copied(), &scores)?);
+            let report = self.strategy(accepted, *quality, recovered.get(position).copied(), &scores)?;
             notes.extend(accepted.notes.iter().cloned());
+            notes.extend(worsened(&report));
+            strategies.push(report);
         }
         // The winner first, the others in their order.
         if let Some(first) = strategies.get_mut(..=index) {
@@ -187,7 +189,7 @@ impl Tail<'_> {
     fn strategy(
         &self,
         accepted: &Accepted<'_>,
-        (before, after): (&Quality, Option<&Quality>),
+        quality: (&Quality, Option<&Quality>),
         recovered: Option<&Recovered>,
         scores: &[Score],
     ) -> Result<StrategyReport, PlanError> {
@@ -204,14 +206,15 @@ impl Tail<'_> {
             checked: accepted.pair.candidate.clone(),
             rounds: accepted.round,
             solved: chosen.solved,
-            before: before.clone(),
-            after: after.cloned(),
+            before: quality.0.clone(),
+            after: quality.1.cloned(),
             losses: recovered
                 .map(|recovered| recovered.losses.clone())
                 .unwrap_or_default(),
             recovery_tokens: recovered.map_or(0, |recovered| recovered.tokens),
             recovery_seconds: recovered.map_or(0.0, |recovered| recovered.seconds),
-            kept_untrained: recovered.is_some_and(|recovered| recovered.kept_untrained),
+            kept_untrained: recovered
+                .is_some_and(|recovered| recovered.kept_untrained || !best_of(&quality).1),
             weights: recovered.map(|recovered| recovered.weights.clone()),
         })
     }
@@ -279,6 +282,16 @@ impl Tail<'_> {
             _ => 0,
         }
     }
+}
+
+/// What to say where training made the model worse on held-out text.
+fn worsened(report: &StrategyReport) -> Option<String> {
+    let after = report.after.as_ref().filter(|_| report.kept_untrained)?;
+    Some(format!(
+        "recovery did not bring the {} model nearer to the parent (KL {:.4} on held-out text, {:.4} before): it counts, and \
+         is exported where it wins, with its untrained weights",
+        report.strategy, after.divergence, report.before.divergence
+    ))
 }
 
 /// What is left of each block.

@@ -59,6 +59,42 @@ fn an_export_that_stays_outside_a_limit_is_kept_and_reported_as_missing_it() {
 }
 
 #[test]
+fn a_noisy_last_measurement_of_an_export_leaves_the_quiet_one_before_it_standing() {
+    let mut world = World {
+        verify_biases: vec![1.1, 1.2, 1.3],
+        // Of the check, then of each verification.
+        drifts: vec![0.0, 0.0, 0.0, 0.2],
+        ..World::default()
+    };
+    let heterogeneous = r#"["heterogeneous"]"#;
+    let outcome = world.run(&spec(r#"{"latency": "75%"}"#, heterogeneous)).unwrap();
+    let verified = &outcome.limits[0].verified;
+    assert!(
+        !verified.inside && (verified.error - 0.2).abs() < 1e-9,
+        "{verified:?}"
+    );
+    assert!(
+        outcome
+            .notes
+            .iter()
+            .any(|note| note.contains("verify-3 was noisy")),
+        "{:?}",
+        outcome.notes
+    );
+    let mut world = World {
+        drifts: vec![0.0, 0.2],
+        ..World::default()
+    };
+    let error = world
+        .run(&spec(r#"{"latency": "75%"}"#, heterogeneous))
+        .unwrap_err();
+    assert!(
+        error.to_string().contains("verify-3: too noisy, 3 times"),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_slower_machine_moves_a_share_with_the_parent_but_not_an_absolute_limit() {
     let mut world = World {
         pace: 1.3,

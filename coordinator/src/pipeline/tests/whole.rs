@@ -1,7 +1,7 @@
 //! Whole jobs, and what is refused on the way.
 
 use espalier_arch::{Storage, Variant, WeightFormat};
-use espalier_proto::task::Profile;
+use espalier_proto::task::{Profile, TaskOutput, TaskSpec};
 use espalier_search::{Corrections, CostModel, CostTable, MemoryModel};
 
 use super::world::*;
@@ -121,6 +121,35 @@ fn without_recovery_tokens_the_untrained_choice_is_exported() {
             .iter()
             .all(|strategy| strategy.after.is_none() && strategy.weights.is_none())
     );
+}
+
+#[test]
+fn a_recovery_that_is_worse_on_held_out_text_is_neither_exported_nor_shown_as_what_was() {
+    let mut exported_trained = None;
+    let outcome = World::default()
+        .run_with(&spec(r#"{"latency": "75%"}"#, BOTH), |world, task, exported| {
+            if let TaskSpec::Export(export) = task {
+                exported_trained = Some(export.student.weights.is_some());
+            }
+            let mut output = world.answer(task, exported);
+            if let (TaskSpec::Evaluate(evaluate), TaskOutput::Evaluate(quality)) = (task, &mut output)
+                && evaluate.student.as_ref().is_some_and(|it| it.weights.is_some())
+            {
+                quality.divergence = 0.7;
+            }
+            output
+        })
+        .unwrap();
+    assert_eq!(exported_trained, Some(false));
+    let winner = &outcome.strategies[0];
+    assert!(winner.kept_untrained && winner.after.is_some());
+    assert_eq!(winner.quality().divergence, 0.6);
+    assert!(
+        outcome.notes.iter().any(|note| note.contains("KL 0.7000")),
+        "{:?}",
+        outcome.notes
+    );
+    assert!(crate::report::html(&outcome).contains("<dt>KL to the parent</dt><dd>0.600<small>"));
 }
 
 #[test]
