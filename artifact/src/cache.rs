@@ -258,19 +258,18 @@ impl Cache {
             .open(&path)
             .map_err(io_error(&path))?;
         let noted = || file.metadata().and_then(|metadata| metadata.modified()).ok();
-        let (mut progress, mut since) = (noted(), Instant::now());
+        let mut holder = Holder::seen(noted(), Instant::now());
         loop {
             match file.try_lock() {
                 Ok(()) => return Ok(Some(file)),
                 Err(fs::TryLockError::WouldBlock) => {}
                 Err(fs::TryLockError::Error(source)) => return Err(io_error(&path)(source)),
             }
-            let now = noted();
-            if now != progress {
-                (progress, since) = (now, Instant::now());
+            let now = Instant::now();
+            if holder.has_got_on(noted(), now) {
                 self.waits.tell();
             }
-            if since.elapsed() >= patience {
+            if holder.stood_still(now) >= patience {
                 tracing::warn!(%name, "whoever downloads for this machine does not get on: downloading beside it");
                 return Ok(None);
             }
@@ -305,6 +304,33 @@ impl Cache {
             total = total.saturating_sub(bytes);
         }
         Ok(())
+    }
+}
+
+/// Who holds a lock, as others see it.
+struct Holder {
+    /// When it last noted its progress.
+    noted: Option<SystemTime>,
+    /// When that was first seen.
+    seen: Instant,
+}
+
+impl Holder {
+    fn seen(noted: Option<SystemTime>, seen: Instant) -> Self {
+        Self { noted, seen }
+    }
+
+    /// Whether it has noted progress since it was last looked at.
+    fn has_got_on(&mut self, noted: Option<SystemTime>, now: Instant) -> bool {
+        let has = noted != self.noted;
+        if has {
+            *self = Self::seen(noted, now);
+        }
+        has
+    }
+
+    fn stood_still(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.seen)
     }
 }
 
@@ -410,33 +436,60 @@ mod tests {
             .expect("it does not wait for ever")
             .unwrap();
         assert_eq!(fs::read(path).unwrap(), b"weights");
+    }
 
-        let patience = Duration::from_secs(2);
+    #[test]
+    fn a_holder_stands_still_from_when_it_was_last_seen_to_get_on() {
+        let (start, noted) = (Instant::now(), SystemTime::now());
+        let after = |seconds| start + Duration::from_secs(seconds);
+        let mut holder = Holder::seen(Some(noted), start);
+        assert!(!holder.has_got_on(Some(noted), after(5)));
+        assert_eq!(holder.stood_still(after(5)), Duration::from_secs(5));
+        let later = Some(noted + Duration::from_millis(1));
+        assert!(holder.has_got_on(later, after(7)));
+        assert_eq!(holder.stood_still(after(7)), Duration::ZERO);
+        assert!(!holder.has_got_on(later, after(9)));
+        assert_eq!(holder.stood_still(after(9)), Duration::from_secs(2));
+    }
+
+    #[tokio::test]
+    async fn who_waits_for_a_holder_that_gets_on_is_told_so_each_time_and_gets_its_lock() {
+        let directory = tempfile::tempdir().unwrap();
+        let options = Options {
+            cache_dir: directory.path().to_owned(),
+            cache_bytes: 1 << 20,
+        };
         let told = Arc::new(AtomicUsize::new(0));
         let tell = Arc::clone(&told);
+        let waits = Listener::new(move || {
+            tell.fetch_add(1, Ordering::SeqCst);
+        });
         let cache = Cache {
-            waits: Listener::new(move || {
-                tell.fetch_add(1, Ordering::SeqCst);
-            }),
-            ..cache
+            waits,
+            ..Cache::open(&options).unwrap()
         };
-        let waits = cache.lock(patience, &name);
-        tokio::pin!(waits);
-        let start = Instant::now();
-        while start.elapsed() < 2 * patience {
-            held.set_modified(SystemTime::now()).unwrap();
-            let early = tokio::time::timeout(LOCK_PAUSE, &mut waits).await;
-            assert!(early.is_err(), "a holder that gets on is waited for");
-        }
-        let seen = told.load(Ordering::SeqCst);
-        assert!(seen >= 4, "{seen}: whoever waits can say that it gets on");
-        let early = tokio::time::timeout(patience / 2, &mut waits).await;
+        let name = Name::of(b"weights");
+        let fan = directory.path().join("locks").join(&name.as_str()[..2]);
+        let held = File::create(&fan).unwrap();
+        held.try_lock().unwrap();
+        // Longer than the test takes on a busy machine.
+        let lock = cache.lock(Duration::from_secs(600), &name);
+        tokio::pin!(lock);
+        let early = tokio::time::timeout(Duration::ZERO, &mut lock).await;
         assert!(early.is_err());
-        assert!(
-            told.load(Ordering::SeqCst) <= seen + 1,
-            "it does not get on any more"
-        );
+        for times in 1..=3 {
+            let noted = SystemTime::UNIX_EPOCH + Duration::from_secs(3600) * times;
+            held.set_modified(noted).unwrap();
+            while told.load(Ordering::SeqCst) < times as usize {
+                let early = tokio::time::timeout(LOCK_PAUSE, &mut lock).await;
+                assert!(early.is_err(), "a holder that gets on is waited for");
+            }
+        }
+        let early = tokio::time::timeout(3 * LOCK_PAUSE, &mut lock).await;
+        assert!(early.is_err());
+        assert_eq!(told.load(Ordering::SeqCst), 3, "it does not get on any more");
         drop(held);
-        assert!(waits.await.unwrap().is_some());
+        let lock = tokio::time::timeout(Duration::from_secs(60), lock).await;
+        assert!(lock.expect("nobody holds it").unwrap().is_some());
     }
 }

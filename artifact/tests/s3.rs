@@ -6,6 +6,7 @@
 
 mod suite;
 
+use std::fs::File;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
@@ -29,6 +30,8 @@ type Refused = (
 struct Server {
     process: Child,
     address: SocketAddr,
+    /// What it says is written there.
+    _directory: tempfile::TempDir,
 }
 
 impl Drop for Server {
@@ -52,34 +55,49 @@ impl Server {
             );
             return None;
         }
-        let port = TcpListener::bind("127.0.0.1:0")
-            .unwrap()
-            .local_addr()
-            .unwrap()
-            .port();
+        let directory = tempfile::tempdir().unwrap();
+        let log = directory.path().join("log");
         let mut command = Command::new(program);
-        command.args(["-H", "127.0.0.1", "-p", &port.to_string()]);
+        // It says which port it was given.
+        command.args(["-H", "127.0.0.1", "-p", "0"]);
         if let Some(calls) = open_calls {
             command.env("INITIAL_NO_AUTH_ACTION_COUNT", calls.to_string());
         }
         let process = command
             .stdout(Stdio::null())
-            .stderr(Stdio::null())
+            .stderr(File::create(&log).unwrap())
             .spawn()
             .unwrap();
-        let address = SocketAddr::from(([127, 0, 0, 1], port));
-        let server = Self { process, address };
+        let mut server = Self {
+            process,
+            address: SocketAddr::from(([127, 0, 0, 1], 0)),
+            _directory: directory,
+        };
         let start = Instant::now();
-        while TcpStream::connect(address).is_err() {
-            assert!(start.elapsed() < Duration::from_secs(60), "moto does not listen");
+        server.address = loop {
+            let said = std::fs::read_to_string(&log).unwrap();
+            if let Some(address) = listening_on(&said) {
+                break address;
+            }
+            assert!(
+                start.elapsed() < Duration::from_secs(120),
+                "moto does not listen: {said}"
+            );
             std::thread::sleep(Duration::from_millis(50));
-        }
+        };
         Some(server)
     }
 
     fn run(&self, test: &str, location: &str, variables: &[(&str, &str)]) -> (bool, String) {
         run(self.address, test, location, variables)
     }
+}
+
+/// The address of the server, once it has said it to the end of the line.
+fn listening_on(said: &str) -> Option<SocketAddr> {
+    let (_, after) = said.split_once("Running on http://")?;
+    let (address, _) = after.split_once('\n')?;
+    address.trim().parse().ok()
 }
 
 /// Runs one of the ignored tests with a server's address, a location and these variables; gives what it printed.
