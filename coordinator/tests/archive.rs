@@ -41,6 +41,19 @@ async fn seen(handle: &Handle, job: &str) -> (Job, Vec<TaskDetail>, TaskDetail) 
     (whole, tasks, task)
 }
 
+/// Whether a segment of the journal has this text in it, read while the coordinator writes.
+fn journal_says(place: &Place, text: &str) -> bool {
+    let journal = place.directory.path().join("data/journal");
+    let segments = std::fs::read_dir(journal)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    let mut segments = segments.filter(|path| path.extension().is_some_and(|extension| extension == "log"));
+    segments.any(|segment| {
+        let bytes = std::fs::read(segment).unwrap();
+        bytes.windows(text.len()).any(|window| window == text.as_bytes())
+    })
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_job_looks_the_same_after_it_was_archived_and_the_coordinator_restarted() {
     let place = Place::new();
@@ -67,14 +80,18 @@ async fn a_job_looks_the_same_after_it_was_archived_and_the_coordinator_restarte
         assert!(began.elapsed() < DEADLINE, "job-1 was not archived");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    // Once the archive is there, the journal says so within a turn.
-    tokio::time::sleep(Duration::from_millis(500)).await;
+    let began = Instant::now();
+    while !journal_says(&place, "\"job_archived\"") {
+        assert!(began.elapsed() < DEADLINE, "the journal does not say so");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
     drop(worker);
     handle.shutdown(DEADLINE).await.unwrap();
     let mut events = Vec::new();
     doctor::export(&place.directory.path().join("data"), &mut events).unwrap();
     assert!(String::from_utf8(events).unwrap().contains("job_archived"));
     let handle = place.coordinator().await;
+    let began = Instant::now();
     while handle.tables().reflects() == 0 {
         assert!(began.elapsed() < DEADLINE, "the tables do not open");
         tokio::time::sleep(Duration::from_millis(20)).await;

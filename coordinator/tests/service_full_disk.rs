@@ -3,13 +3,12 @@
 
 mod common;
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use common::bench::{Bench, Filling, assigned, messages};
-use common::{Crowd, DEADLINE, FakeWorker, Place, Story, client};
+use common::{Crowd, DEADLINE, FakeWorker, Place, Story, client, free_address};
 use espalier_coordinator::Coordinator;
 use espalier_coordinator::client::Client;
 use espalier_coordinator::service::owner::{Report, Request};
@@ -198,12 +197,6 @@ async fn a_start_on_a_full_disk_waits_for_room_and_says_so() {
     assert_eq!(jobs.len(), 1, "what was refused was taken all the same");
     assert_eq!(jobs.first().unwrap().id, accepted.id);
     coordinator.shutdown(DEADLINE).await.unwrap();
-}
-
-/// An address that nobody listens on.
-fn free_address() -> SocketAddr {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    free.local_addr().unwrap()
 }
 
 /// The whole answer, status and headers too.

@@ -14,8 +14,10 @@ use espalier_coordinator::archive::Archives;
 use espalier_coordinator::journal::disk::SystemDisk;
 use espalier_coordinator::logs::Logs;
 use espalier_coordinator::metrics::Metrics;
-use espalier_coordinator::scheduler::JobId;
-use espalier_coordinator::service::owner::{JobOrder, Listing, Query, Report, Request, WorkerOrder};
+use espalier_coordinator::scheduler::{JobId, Term};
+use espalier_coordinator::service::owner::{
+    JobOrder, Listing, Query, Report, Request, WorkerHandle, WorkerOrder,
+};
 use espalier_proto::task::FailureKind;
 use espalier_proto::v1::coordinator_message::Message;
 use espalier_proto::v1::{self, JobEvent, JobState, WorkerState};
@@ -256,18 +258,20 @@ fn shown(bench: &mut Bench, name: &str) -> Result<v1::Worker, Status> {
     bench.ask(|reply| Request::Query(Query::Worker { name, reply }))
 }
 
+/// Lets time pass, in steps that are not taken for an absence of the loop itself.
+fn pass(bench: &mut Bench, seconds: u64) {
+    for _ in 0..seconds.div_ceil(14) {
+        bench.wait(14_000);
+        bench.turn(vec![Request::Tick]);
+    }
+}
+
 #[test]
 fn a_worker_that_left_is_shown_as_such_and_forgotten_after_a_day() {
     let mut bench = Bench::new(Crowd(1));
     let (from, _inbox) = bench.greet_as("pod-1", 1, Vec::new());
     bench.turn(vec![Request::Leave { from }, Request::Closed { from }]);
     let (_, _stays) = bench.greet_as("pod-2", 1, Vec::new());
-    let pass = |bench: &mut Bench, seconds: u64| {
-        for _ in 0..seconds.div_ceil(14) {
-            bench.wait(14_000);
-            bench.turn(vec![Request::Tick]);
-        }
-    };
     pass(&mut bench, 60);
     assert_eq!(shown(&mut bench, "pod-1").unwrap().state(), WorkerState::Left);
     pass(&mut bench, 23 * 60 * 60);
@@ -275,6 +279,94 @@ fn a_worker_that_left_is_shown_as_such_and_forgotten_after_a_day() {
     pass(&mut bench, 60 * 60);
     assert_eq!(shown(&mut bench, "pod-1").unwrap_err().code(), Code::NotFound);
     assert!(shown(&mut bench, "pod-2").is_ok());
+}
+
+#[test]
+fn a_worker_that_leaves_of_itself_or_is_drained_has_left_and_a_silent_one_is_lost() {
+    let mut bench = Bench::new(Crowd(1));
+    let (terminated, _gone) = bench.greet_as("terminated", 1, Vec::new());
+    let from = terminated;
+    bench.turn(vec![Request::Leave { from }, Request::Closed { from }]);
+    bench.submit("/one").unwrap();
+    let (from, mut inbox) = bench.greet_as("drained", 1, Vec::new());
+    bench.turn(vec![Request::Tick]);
+    let lease = assigned(&messages(&mut inbox)).expect("the worker got a task");
+    let drain = |reply| Request::KeepWorker {
+        name: "drained".to_owned(),
+        order: WorkerOrder::Drain {
+            reason: "a new disk".to_owned(),
+        },
+        reply,
+    };
+    bench.ask(drain).unwrap();
+    let report = Report::Stopped;
+    bench.turn(vec![
+        Request::Leave { from },
+        Request::Report { from, lease, report },
+        Request::Closed { from },
+    ]);
+    let (from, _gone) = bench.greet_as("killed", 1, Vec::new());
+    bench.turn(vec![Request::Closed { from }]);
+    assert_eq!(
+        shown(&mut bench, "drained").unwrap().state(),
+        WorkerState::Leaving
+    );
+    pass(&mut bench, 60);
+    let mut state = |name: &str| shown(&mut bench, name).unwrap().state();
+    assert_eq!(
+        ["terminated", "drained", "killed"].map(&mut state),
+        [WorkerState::Left, WorkerState::Left, WorkerState::Lost]
+    );
+    assert_eq!(shown(&mut bench, "drained").unwrap().message, "a new disk");
+}
+
+#[test]
+fn a_silent_workers_task_is_handed_on_and_its_late_result_refused() {
+    let mut bench = Bench::new(Crowd(1));
+    bench.submit("/one").unwrap();
+    let (silent, mut inbox) = bench.greet_as("silent", 1, Vec::new());
+    bench.turn(vec![Request::Tick]);
+    let old = assigned(&messages(&mut inbox)).expect("the worker got a task");
+    let (other, mut others) = bench.greet_as("other", 1, Vec::new());
+    let beat = |bench: &mut Bench, from: WorkerHandle| {
+        bench.ask(|reply| Request::Heartbeat {
+            term: Term(1),
+            worker: from.worker,
+            epoch: from.epoch,
+            attempts: Vec::new(),
+            reply,
+        })
+    };
+    for _ in 0..4 {
+        bench.wait(14_000);
+        beat(&mut bench, other).unwrap();
+        bench.turn(vec![Request::Tick]);
+    }
+    let new = assigned(&messages(&mut others)).expect("the task is handed on");
+    assert_ne!(new, old);
+    assert_eq!(
+        beat(&mut bench, silent).unwrap_err().code(),
+        Code::FailedPrecondition
+    );
+    let (silent, mut inbox) = bench.greet_as("silent", 1, vec![old]);
+    let told = messages(&mut inbox);
+    let [Message::Welcome(welcome), ..] = told.as_slice() else {
+        panic!("the first message is no welcome: {told:?}")
+    };
+    assert_eq!(welcome.superseded.len(), 1);
+    let completed = |from, lease| Request::Report {
+        from,
+        lease,
+        report: Report::Completed("{}".into()),
+    };
+    bench.turn(vec![completed(silent, old)]);
+    let told = messages(&mut inbox);
+    assert!(matches!(told.as_slice(), [Message::Superseded(_)]), "{told:?}");
+    assert_eq!(bench.done(1), 0, "a late result was taken");
+    bench.turn(vec![completed(other, new)]);
+    let told = messages(&mut others);
+    assert!(matches!(told.as_slice(), [Message::Acknowledged(_)]), "{told:?}");
+    assert_eq!(bench.done(1), 1);
 }
 
 #[test]

@@ -4,9 +4,12 @@
 mod common;
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
-use common::{DEADLINE, FakeWorker, Place, acknowledged, client, end_of, hello, run_one};
-use espalier_coordinator::{Coordinator, Error};
+use common::{
+    DEADLINE, FakeWorker, Place, Story, acknowledged, client, end_of, free_address, hello, run_one,
+};
+use espalier_coordinator::{Coordinator, CoordinatorOptions, Error, Handle};
 use espalier_proto::v1::cluster_client::ClusterClient;
 use espalier_proto::v1::coordinator_message::Message as FromCoordinator;
 use espalier_proto::v1::tasks_client::TasksClient;
@@ -15,7 +18,7 @@ use espalier_proto::v1::{self, JobState, TaskState, WorkerState};
 use tonic::Code;
 use tonic::transport::Channel;
 
-async fn channel(handle: &espalier_coordinator::Handle) -> Channel {
+async fn channel(handle: &Handle) -> Channel {
     let endpoint = Channel::from_shared(handle.endpoint()).unwrap();
     endpoint.connect().await.unwrap()
 }
@@ -262,19 +265,28 @@ async fn a_task_that_cannot_be_decoded_fails_by_itself() {
     handle.shutdown(DEADLINE).await.unwrap();
 }
 
+/// Those of a coordinator that is found again where it was.
+fn options_to_come_back_with(place: &Place) -> CoordinatorOptions {
+    let mut options = place.options();
+    options.listen = free_address();
+    options
+}
+
+async fn start(options: &CoordinatorOptions) -> Handle {
+    let started = Coordinator::start_with(options.clone(), Arc::new(Story)).await;
+    started.unwrap()
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_watch_survives_a_restart() {
     let place = Place::new();
-    let handle = place.coordinator().await;
+    let options = options_to_come_back_with(&place);
+    let handle = start(&options).await;
     let (job, _) = client(&handle).await.submit(place.spec(), "").await.unwrap();
     let mut following = client(&handle).await.watch(&job.id, 0).await.unwrap();
     let before = following.next().await.unwrap().unwrap();
-    let mut options = place.options();
-    options.listen = handle.address();
     handle.shutdown(DEADLINE).await.unwrap();
-    let handle = Coordinator::start_with(options, std::sync::Arc::new(common::Story))
-        .await
-        .unwrap();
+    let handle = start(&options).await;
     client(&handle).await.cancel(&job.id, "enough").await.unwrap();
     let mut last = before.clone();
     while let Some(next) = following.next().await.unwrap() {
@@ -288,7 +300,8 @@ async fn the_watch_survives_a_restart() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn followed_events_go_on_after_a_restart_and_none_comes_twice() {
     let place = Place::new();
-    let handle = place.coordinator().await;
+    let options = options_to_come_back_with(&place);
+    let handle = start(&options).await;
     let (job, _) = client(&handle).await.submit(place.spec(), "").await.unwrap();
     let mut events = client(&handle).await.events(&job.id, true).await.unwrap();
     let mut kinds = Vec::new();
@@ -298,12 +311,8 @@ async fn followed_events_go_on_after_a_restart_and_none_comes_twice() {
     client(&handle).await.pause(&job.id, "lunch").await.unwrap();
     kinds.push(events.next().await.unwrap().expect("the pause comes").kind);
     assert_eq!(kinds, ["job_submitted", "stages_planned", "job_paused"]);
-    let mut options = place.options();
-    options.listen = handle.address();
     handle.shutdown(DEADLINE).await.unwrap();
-    let handle = Coordinator::start_with(options, std::sync::Arc::new(common::Story))
-        .await
-        .unwrap();
+    let handle = start(&options).await;
     let before = kinds.len();
     client(&handle).await.cancel(&job.id, "enough").await.unwrap();
     let rest = async {
@@ -320,13 +329,9 @@ async fn followed_events_go_on_after_a_restart_and_none_comes_twice() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn followed_events_that_a_snapshot_has_swallowed_are_not_said_to_be_left_out() {
     let place = Place::new();
-    let start = async |listen| {
-        let mut options = place.options();
-        (options.listen, options.segment_bytes) = (listen, 1);
-        let started = Coordinator::start_with(options, std::sync::Arc::new(common::Story)).await;
-        started.unwrap()
-    };
-    let handle = start("127.0.0.1:0".parse().unwrap()).await;
+    let mut options = options_to_come_back_with(&place);
+    options.segment_bytes = 1;
+    let handle = start(&options).await;
     let (job, _) = client(&handle).await.submit(place.spec(), "").await.unwrap();
     client(&handle).await.pause(&job.id, "lunch").await.unwrap();
     let mut events = client(&handle).await.events(&job.id, true).await.unwrap();
@@ -356,9 +361,8 @@ async fn followed_events_that_a_snapshot_has_swallowed_are_not_said_to_be_left_o
         let name = format!("worker-{}", workers.len());
         workers.push(FakeWorker::connect(&handle, &name, 1, Vec::new()).await);
     }
-    let address = handle.address();
     handle.shutdown(DEADLINE).await.unwrap();
-    let handle = start(address).await;
+    let handle = start(&options).await;
     client(&handle).await.cancel(&job.id, "enough").await.unwrap();
     let next = tokio::time::timeout(DEADLINE, events.next());
     let event = next.await.expect("no end of it").unwrap().unwrap();

@@ -150,7 +150,6 @@ async fn page_of(path: &str) -> (u16, String) {
 
 #[tokio::test]
 async fn a_dashboard_of_ten_thousand_tasks_stays_small() {
-    let asked = std::time::Instant::now();
     let (status, page) = page_of("/").await;
     assert_eq!(status, 200);
     assert!(page.len() < 400 << 10, "{} bytes", page.len());
@@ -161,7 +160,6 @@ async fn a_dashboard_of_ten_thousand_tasks_stays_small() {
     assert_eq!(tasks["tasks"].as_array().unwrap().len(), 100);
     assert_eq!(tasks["tasks"][0]["state"], "running");
     assert_eq!(tasks["next_page_token"], "101");
-    assert!(asked.elapsed() < std::time::Duration::from_secs(5));
 }
 
 #[tokio::test]

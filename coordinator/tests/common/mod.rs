@@ -3,8 +3,10 @@
 
 pub mod bench;
 
+use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use espalier_coordinator::client::Client;
@@ -111,13 +113,9 @@ impl Place {
 
     /// One that gives no worker up while a test lasts, however slow the machine.
     pub async fn coordinator(&self) -> Handle {
-        self.coordinator_that_gives_up_after(DEADLINE).await
-    }
-
-    pub async fn coordinator_that_gives_up_after(&self, worker_lost: Duration) -> Handle {
-        let mut options = self.options();
-        options.worker_lost = worker_lost;
-        Coordinator::start_with(options, Arc::new(Story)).await.unwrap()
+        Coordinator::start_with(self.options(), Arc::new(Story))
+            .await
+            .unwrap()
     }
 
     /// One whose jobs are one stage of so many tasks.
@@ -132,6 +130,22 @@ impl Place {
         options.worker_lost = DEADLINE;
         options.heartbeat_interval = Duration::from_millis(100);
         options
+    }
+}
+
+/// An address that nobody listens on. Its port is below those that systems hand out to whoever does not ask for a
+/// certain one, so that no test beside this one gets it between two starts of a coordinator.
+pub fn free_address() -> SocketAddr {
+    static GIVEN: AtomicU32 = AtomicU32::new(0);
+    // Processes beside each other begin in different places.
+    let own = std::process::id().wrapping_mul(61);
+    loop {
+        let place = own.wrapping_add(GIVEN.fetch_add(7, Ordering::Relaxed)) % 12_000;
+        let port = 20_000 + u16::try_from(place).unwrap();
+        let address = SocketAddr::from(([127, 0, 0, 1], port));
+        if TcpListener::bind(address).is_ok() {
+            return address;
+        }
     }
 }
 
