@@ -42,6 +42,9 @@ pub struct KeptTable {
     /// Models measured whole, or found to have no room.
     #[serde(default)]
     pub parents: Vec<KeptParent>,
+    /// Whether others used the machine meanwhile, so that no other job should go by it. What is kept never is.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub disturbed: bool,
 }
 
 /// A model that was measured whole, or was too large for that.
@@ -142,6 +145,7 @@ impl From<CostTableFile> for KeptTable {
             rows: profile.rows,
             memory: profile.memory,
             parents: [vec![parent], parents].concat(),
+            disturbed: profile.disturbed,
         }
     }
 }
@@ -164,6 +168,7 @@ impl KeptTable {
                 workload,
                 measurement: profiled.parent.clone(),
             }],
+            disturbed: false,
         })
     }
 
@@ -199,8 +204,15 @@ impl KeptTable {
             .or_else(|| alike().next())
     }
 
-    /// This table with what `newer` says anew.
+    /// This table with what `newer` says anew; `newer` alone where the target runs at another pace now: the rows of two
+    /// paces make no one table.
     fn merged(&self, newer: &Self) -> Self {
+        if self.disturbed || self.rows_told().other_pace(&newer.rows).is_some() {
+            return Self {
+                memory: newer.memory.or(self.memory),
+                ..newer.clone()
+            };
+        }
         // What was measured stays where there is less room now.
         let is_known = |new: &KeptParent| {
             let mut kept = self.parents.iter();
@@ -215,6 +227,17 @@ impl KeptTable {
             rows: merged(&self.rows, &newer.rows),
             memory: newer.memory.or(self.memory),
             parents: left.chain(new.iter().copied()).cloned().collect(),
+            disturbed: newer.disturbed,
+        }
+    }
+
+    /// All its rows, as a profile is told those that it asks for.
+    fn rows_told(&self) -> Kept {
+        Kept {
+            key: self.key.clone(),
+            rows: self.rows.clone(),
+            parent: None,
+            memory: self.memory,
         }
     }
 

@@ -15,13 +15,13 @@ mod table;
 #[cfg(test)]
 mod tests;
 
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io;
 use std::path::Path;
 
 use espalier_search::plan::Answer;
 use serde::Serialize;
 
+use crate::cost_tables::write_whole;
 use crate::pipeline::{Outcome, ProfileOutcome};
 
 /// Writes `report.json`, `report.html` and the cost table into `directory`, and beside the exported weights a `README.md` that
@@ -39,10 +39,10 @@ pub fn write(outcome: &Outcome, directory: &Path) -> io::Result<()> {
         let exported = exported.map(|name| directory.join(name));
         // It lies there unless it was exported on another machine.
         if let Some(exported) = exported.filter(|exported| exported.is_dir()) {
-            write_whole(&exported, "README.md", readme.as_bytes())?;
+            write_whole(&exported.join("README.md"), readme.as_bytes())?;
         }
     }
-    write_whole(directory, "report.html", html::page(outcome).as_bytes())
+    write_whole(&directory.join("report.html"), html::page(outcome).as_bytes())
 }
 
 /// Writes what a job leaves that was to measure its target and nothing else: `report.json` and the cost table.
@@ -67,17 +67,5 @@ pub fn plans(title: &str, answers: &[(String, Answer)]) -> String {
 fn write_json(directory: &Path, name: &str, value: &impl Serialize) -> io::Result<()> {
     let mut json = serde_json::to_vec_pretty(value).map_err(io::Error::other)?;
     json.push(b'\n');
-    write_whole(directory, name, &json)
-}
-
-fn write_whole(directory: &Path, name: &str, content: &[u8]) -> io::Result<()> {
-    let partial = directory.join(format!(".{name}.partial"));
-    let written = File::create(&partial)
-        .and_then(|mut file| file.write_all(content).and_then(|()| file.sync_all()))
-        .and_then(|()| fs::rename(&partial, directory.join(name)));
-    if written.is_err() {
-        // The first error is the one to tell; what is left of the file must not stay.
-        let _ = fs::remove_file(&partial);
-    }
-    written
+    write_whole(&directory.join(name), &json)
 }

@@ -43,6 +43,11 @@ pub(super) fn limits(text: &str) -> Result<Limits, String> {
         let metric = known
             .find(|metric| metric.name() == name.trim())
             .ok_or_else(wrong)?;
+        if found.iter().any(|limit: &Limit| limit.metric == metric) {
+            return Err(format!(
+                "{metric} is limited twice; give each limit once, several plans by several --limits"
+            ));
+        }
         found.push(Limit::parse(metric, value).map_err(|error| error.to_string())?);
     }
     Limits::new(found).map_err(|error| error.to_string())
@@ -120,6 +125,11 @@ mod tests {
         let read = limits("latency=75%, memory=3GiB").unwrap();
         assert_eq!(read.get(Metric::Latency), Some(Bound::ShareOfParent(0.75)));
         assert_eq!(read.iter().count(), 2);
+        assert!(
+            limits("latency=75%,latency=50%")
+                .unwrap_err()
+                .contains("limited twice")
+        );
         assert!(limits("latencie=75%").unwrap_err().contains("first_token"));
         assert!(
             limits("latency=fast")

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use espalier_arch::Storage;
 use espalier_coordinator::cost_tables::{KeptTable, write_whole};
-use espalier_coordinator::pipeline::{Findings, Outcome};
+use espalier_coordinator::pipeline::Findings;
 use espalier_coordinator::report;
 use espalier_search::plan::{Answer, Known, Target, answer};
 use espalier_search::solver::Options;
@@ -23,7 +23,10 @@ pub(crate) async fn run(asked: &Plan) -> anyhow::Result<()> {
     }
     let findings = find(asked).await?;
     let tables = tables(asked, &findings)?;
-    let answers = answers(asked, &findings, &tables);
+    let known = findings
+        .known()
+        .map_err(|reason| failure::usage(format!("{}: {reason}", asked.source)))?;
+    let answers = answers(asked, &findings, &known, &tables);
     if let Some(page) = &asked.html {
         let drawn = answers
             .iter()
@@ -59,12 +62,11 @@ pub(super) async fn find(asked: &Plan) -> anyhow::Result<Findings> {
             "{shown} cannot be read: {error}; give the outcome directory of a finished job, or a job's id"
         ))
     })?;
-    let report: Result<Outcome, _> = serde_json::from_str(&text);
-    let findings = report.map(Findings::from).or_else(|error| {
+    let findings = Findings::of_outcome(&text).or_else(|reason| {
         // What a coordinator tells of a job may be kept as a file too.
-        serde_json::from_str(&text).map_err(|_| error)
+        serde_json::from_str(&text).map_err(|_| reason)
     });
-    findings.map_err(|error| failure::usage(format!("{shown} is no report of a job: {error}")))
+    findings.map_err(|reason| failure::usage(format!("{shown} {reason}")))
 }
 
 /// The tables to answer by, each with its name.
@@ -92,9 +94,8 @@ pub(super) fn given(asked: &Plan) -> anyhow::Result<Vec<(String, KeptTable)>> {
     read.collect()
 }
 
-fn answers(asked: &Plan, findings: &Findings, tables: &[(String, KeptTable)]) -> Vec<Named> {
+fn answers(asked: &Plan, findings: &Findings, known: &Known, tables: &[(String, KeptTable)]) -> Vec<Named> {
     let spec = &findings.spec.target;
-    let known = findings.known();
     let or = |given: &[Workload]| match given {
         [] => vec![spec.workload],
         given => given.to_vec(),
@@ -115,7 +116,7 @@ fn answers(asked: &Plan, findings: &Findings, tables: &[(String, KeptTable)]) ->
                     workload.output_tokens,
                     written(limits)
                 );
-                answers.push((named, one(asked, &known, kept, &table, workload, limits)));
+                answers.push((named, one(asked, known, kept, &table, workload, limits)));
             }
         }
     }

@@ -39,10 +39,12 @@ pub struct CostTables {
     directory: PathBuf,
 }
 
-/// A file of the directory, and what it holds.
+/// What the directory holds of one target, in one file or, where some were copied there by hand, in several.
 struct Entry {
-    path: PathBuf,
+    paths: Vec<PathBuf>,
     table: KeptTable,
+    /// When the last of the files was written.
+    modified: SystemTime,
 }
 
 impl CostTables {
@@ -78,15 +80,24 @@ impl CostTables {
         self.found(digits)?;
         let _lock = self.lock()?;
         let entry = self.found(digits)?;
-        fs::remove_file(&entry.path).map_err(cannot("remove", &entry.path))?;
+        for path in &entry.paths {
+            fs::remove_file(path).map_err(cannot("remove", path))?;
+        }
         Ok(entry.table)
     }
 
     /// Adds what a table says to what is kept of its target. Returns whether that was anything new.
     ///
     /// # Errors
-    /// When it cannot be written, or a newer version keeps that target's table.
+    /// When it was measured while others used the machine, cannot be written, or a newer version keeps that target's table.
     pub fn keep(&self, newer: &KeptTable) -> Result<bool> {
+        if newer.disturbed {
+            return Err(Error::Invalid(format!(
+                "the table of {} was measured while others used the machine, and is not kept for other jobs; measure it \
+                 again on a quiet one, or name its file in a job's target.cost_table",
+                newer.key.device
+            )));
+        }
         let _lock = self.lock()?;
         self.add(newer)
     }
@@ -127,14 +138,15 @@ impl CostTables {
         };
         let fits = |key: &CostKey| {
             // What an older version kept of vLLM is true for no environment that is known.
-            let is_told = key.engine == "builtin" || !key.environment.is_empty();
-            is_told
+            let is_known = key.engine == "builtin" || !key.environment.is_empty();
+            is_known
                 && key.engine == engine
                 && key.precision == precision
                 && key.hidden == profile.architecture.hidden
         };
-        let fitting = entries.into_iter().filter(|entry| fits(&entry.table.key));
-        let useful = fitting.filter_map(|entry| Some((entry.table.useful(profile)?, modified(&entry.path))));
+        let is_told = |table: &KeptTable| fits(&table.key) && !table.disturbed;
+        let fitting = entries.into_iter().filter(|entry| is_told(&entry.table));
+        let useful = fitting.filter_map(|entry| Some((entry.table.useful(profile)?, entry.modified)));
         within(MOST_TOLD_BYTES, useful.collect())
     }
 
@@ -144,22 +156,27 @@ impl CostTables {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok((Vec::new(), Vec::new())),
             Err(error) => return Err(cannot("list", &self.directory)(error)),
         };
-        let (mut entries, mut wrong) = (Vec::new(), Vec::new());
+        let (mut read, mut wrong) = (Vec::new(), Vec::new());
         for file in listing {
             let path = file.map_err(cannot("list", &self.directory))?.path();
             if path.extension().is_none_or(|extension| extension != "json") {
                 continue;
             }
             match KeptTable::read(&path) {
-                Ok(table) => entries.push(Entry { path, table }),
+                Ok(table) => read.push(Entry {
+                    modified: modified(&path),
+                    paths: vec![path],
+                    table,
+                }),
                 Err(reason) => wrong.push(reason),
             }
         }
+        let mut entries = of_targets(read);
         entries.sort_by_cached_key(|entry| {
             let key = &entry.table.key;
             let words = [&key.device, &key.engine, &key.engine_version, &key.precision];
             let rest = (key.hidden, key.parallelism, key.mode, key.environment.clone());
-            (words.map(Clone::clone), rest, entry.path.clone())
+            (words.map(Clone::clone), rest)
         });
         wrong.sort();
         Ok((entries, wrong))
@@ -168,11 +185,10 @@ impl CostTables {
     fn found(&self, digits: &str) -> Result<Entry> {
         let (mut alike, _) = self.entries()?;
         alike.retain(|entry| entry.table.id().starts_with(digits));
-        let ids: BTreeSet<String> = alike.iter().map(|entry| entry.table.id()).collect();
-        if ids.len() > 1 {
+        if alike.len() > 1 {
             return Err(Error::Invalid(format!(
                 "{digits} is how {} tables begin; give more digits",
-                ids.len()
+                alike.len()
             )));
         }
         alike.pop().ok_or_else(|| {
@@ -251,6 +267,23 @@ impl CostTables {
             }
         }
     }
+}
+
+/// What these files hold of each target, those that were written last over the others.
+fn of_targets(mut files: Vec<Entry>) -> Vec<Entry> {
+    files.sort_by(|one, other| (one.modified, &one.paths).cmp(&(other.modified, &other.paths)));
+    let mut entries: Vec<Entry> = Vec::new();
+    for file in files {
+        match entries.iter_mut().find(|entry| entry.table.key == file.table.key) {
+            Some(entry) => {
+                entry.table = entry.table.merged(&file.table);
+                entry.paths.extend(file.paths);
+                entry.modified = file.modified;
+            }
+            None => entries.push(file),
+        }
+    }
+    entries
 }
 
 fn cannot(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error + use<> {

@@ -1,11 +1,11 @@
 //! Tables kept, merged, found again, and files that are none.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use std::fs;
+use std::fs::{self, File};
 use std::thread;
 use std::time::{Duration, SystemTime};
 
-use espalier_arch::Architecture;
+use espalier_arch::{Activation, Architecture, BlockShape, Mlp};
 use espalier_search::{Measurement, Mode, Point, Shortage, Summary};
 
 use super::*;
@@ -56,6 +56,7 @@ fn table(device: &str, rows: &[(usize, f64)]) -> KeptTable {
                 memory_bytes: 7,
             }),
         }],
+        disturbed: false,
     }
 }
 
@@ -140,6 +141,84 @@ fn rows_measured_again_replace_the_old_and_the_others_stay() {
     assert!(tables.keep(&table("a", &[(8, 5.0), (16, 6.0)])).unwrap());
     assert_eq!(times(&tables), [1.0, 5.0, 6.0]);
     assert_eq!(tables.list().unwrap().0[0].parents.len(), 1);
+}
+
+#[test]
+fn rows_of_one_pace_are_not_put_beside_those_of_another() {
+    let directory = tempfile::tempdir().unwrap();
+    let tables = CostTables::at(directory.path());
+    let of_blocks = |rows: &[(usize, f64)]| {
+        let mut of_blocks = table("a", &[]);
+        of_blocks.rows = rows
+            .iter()
+            .map(|(channels, median_ms)| CostRow {
+                subject: Subject::Block(BlockShape::Mlp(Mlp {
+                    channels: *channels,
+                    activation: Activation::SwiGlu,
+                    bias: false,
+                })),
+                ..table("a", &[(4, *median_ms)]).rows.remove(0)
+            })
+            .collect();
+        of_blocks
+    };
+    tables.keep(&of_blocks(&[(64, 1.0), (32, 0.5)])).unwrap();
+    let mut slower = of_blocks(&[(64, 1.2)]);
+    slower.parents[0].workload = workload(5);
+    assert!(tables.keep(&slower).unwrap());
+    assert_eq!(
+        tables.list().unwrap().0,
+        [slower],
+        "neither the row nor the parent of before"
+    );
+    tables.keep(&of_blocks(&[(64, 1.21), (32, 0.6)])).unwrap();
+    tables.keep(&of_blocks(&[(16, 0.3)])).unwrap();
+    assert_eq!(times(&tables), [0.3, 0.6, 1.21]);
+    assert_eq!(tables.list().unwrap().0[0].parents.len(), 2);
+}
+
+#[test]
+fn several_files_of_one_target_are_one_table_and_are_removed_together() {
+    let directory = tempfile::tempdir().unwrap();
+    let tables = CostTables::at(directory.path());
+    tables.keep(&table("a", &[(4, 1.0), (8, 2.0)])).unwrap();
+    let own = directory.path().join(format!("{}.json", table("a", &[]).id()));
+    let copied = directory.path().join("a.json");
+    fs::write(
+        &copied,
+        serde_json::to_string(&table("a", &[(8, 5.0), (16, 6.0)])).unwrap(),
+    )
+    .unwrap();
+    let written = |path: &std::path::Path, seconds: u64| {
+        let file = File::options().write(true).open(path).unwrap();
+        file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds))
+            .unwrap();
+    };
+    written(&own, 100);
+    written(&copied, 200);
+    assert_eq!(times(&tables), [1.0, 5.0, 6.0]);
+    written(&own, 300);
+    assert_eq!(times(&tables), [1.0, 2.0, 6.0]);
+    assert_eq!(tables.known(&profile(), "f32", "builtin").len(), 1);
+    tables.remove(&table("a", &[]).id()).unwrap();
+    assert!(times(&tables).is_empty());
+}
+
+#[test]
+fn what_was_measured_beside_others_work_is_neither_kept_nor_told() {
+    let directory = tempfile::tempdir().unwrap();
+    let tables = CostTables::at(directory.path());
+    let mut disturbed = table("a", &[(4, 1.0)]);
+    disturbed.disturbed = true;
+    let reason = tables.keep(&disturbed).unwrap_err().to_string();
+    assert!(reason.contains("while others used the machine"), "{reason}");
+    // Copied there by hand.
+    fs::write(
+        directory.path().join("a.json"),
+        serde_json::to_string(&disturbed).unwrap(),
+    )
+    .unwrap();
+    assert!(tables.known(&profile(), "f32", "builtin").is_empty());
 }
 
 #[test]

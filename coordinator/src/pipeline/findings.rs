@@ -6,8 +6,8 @@ use espalier_search::plan::Known;
 use serde::{Deserialize, Serialize};
 
 use super::context::Context;
-use super::{Outcome, Results, import};
-use crate::spec::{CostTableFile, JobSpec};
+use super::{Outcome, ProfileOutcome, Results, import};
+use crate::spec::{CostTableFile, JobSpec, Strategy};
 
 /// What a job has found out so far.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -34,7 +34,9 @@ impl Findings {
         let told = |error: super::PlanError| error.to_string();
         let ingested = context.ingested().map_err(told)?;
         let scores = context.scores().map_err(told)?;
-        let (Some(ingested), Some(scores)) = (ingested, scores) else {
+        // Only the heterogeneous search scores.
+        let none = (!context.strategies().contains(&Strategy::Heterogeneous)).then(Vec::new);
+        let (Some(ingested), Some(scores)) = (ingested, scores.or(none)) else {
             return Err("it has no scores yet: ask again once its stage score is done".to_owned());
         };
         let spec = &*import::settled(spec, &ingested.architecture);
@@ -50,9 +52,37 @@ impl Findings {
         })
     }
 
+    /// Of a job that has ended.
+    ///
+    /// # Errors
+    /// What is wrong with its outcome, one line that begins with its verb.
+    pub fn of_outcome(outcome: &str) -> Result<Self, String> {
+        let wrong = match serde_json::from_str::<Outcome>(outcome) {
+            Ok(outcome) => return Ok(Self::from(outcome)),
+            Err(wrong) => wrong,
+        };
+        if serde_json::from_str::<ProfileOutcome>(outcome).is_ok() {
+            return Err(
+                "is of a job that measured its target and scored nothing; give the outcome of a job that scored, and this \
+                 one's cost-table.json with --table"
+                    .to_owned(),
+            );
+        }
+        Err(format!("is no report of a job: {wrong}"))
+    }
+
     /// What the search knows of it.
-    pub fn known(&self) -> Known {
-        Known::new(self.architecture.clone(), self.scores.clone())
+    ///
+    /// # Errors
+    /// When it scored no variants, one line: nothing but the whole parent could be answered with.
+    pub fn known(&self) -> Result<Known, String> {
+        if self.scores.is_empty() {
+            return Err(
+                "it scored no variants, as heterogeneous is not among its search.strategies; ask of a job that has it"
+                    .to_owned(),
+            );
+        }
+        Ok(Known::new(self.architecture.clone(), self.scores.clone()))
     }
 }
 

@@ -124,7 +124,7 @@ impl<'a> Fit<'a> {
             Standing::Waiting => return Ok(None),
             Standing::Repeat { chosen, round } => (Some(chosen.clone()), round),
             Standing::Choose { corrections, round } => match strategy {
-                Strategy::Heterogeneous => (self.solve(corrections, round)?, round),
+                Strategy::Heterogeneous => (self.solve(corrections)?, round),
                 Strategy::Uniform => (self.uniform(corrections, parent, plan)?, round),
             },
         };
@@ -311,7 +311,7 @@ impl<'a> Fit<'a> {
     }
 
     /// The heterogeneous choice, once scores are there.
-    fn solve(&self, corrections: Corrections, round: u32) -> Result<Option<Chosen>, PlanError> {
+    fn solve(&self, corrections: Corrections) -> Result<Option<Chosen>, PlanError> {
         let Some(scores) = self.context.scores()? else {
             return Ok(None);
         };
@@ -332,7 +332,7 @@ impl<'a> Fit<'a> {
             }
         };
         let front = match limits.first() {
-            Some(limit) if round == 1 => {
+            Some(limit) => {
                 let coarse = Options {
                     relative_gap: 1e-3,
                     work: 20_000_000,
@@ -340,7 +340,7 @@ impl<'a> Fit<'a> {
                 let library = Library::new(self.architecture(), variants, &scores, &model)?;
                 library.front(limit.metric, &[], FRONT_POINTS, &coarse)?
             }
-            _ => Vec::new(),
+            None => Vec::new(),
         };
         Ok(choices.into_iter().next().map(|choice| {
             let running = self.fewer(choice.running);

@@ -8,7 +8,9 @@ use espalier_proto::task::{
 use espalier_search::heterogeneous::{Fitted, Impossible, Question, Reachable, choose};
 use espalier_search::running::roomiest;
 use espalier_search::solver::Options;
-use espalier_search::{AbsoluteLimit, Bound, Figures, Metric, Workload, points, running_points};
+use espalier_search::{
+    AbsoluteLimit, Bound, Figures, MemoryModel, Metric, Windows, Workload, points, running_points,
+};
 
 use super::context::{Context, block_parameters};
 use super::servable::refuse_unservable;
@@ -264,11 +266,19 @@ fn refuse_uncountable(context: &Context<'_>, parent: &Architecture) -> Result<()
     } else {
         context.workload()
     };
+    // vLLM gives up what lies behind a window. Its pages are not known yet, and can only add.
+    let memory = match context.spec.target.engine {
+        Engine::Builtin => context.memory(),
+        Engine::Vllm => MemoryModel {
+            windows: Windows::Prompts { steps_under_way: 1 },
+            ..context.memory()
+        },
+    };
     let counted = |architecture: &Architecture| Figures {
         #[allow(clippy::cast_precision_loss)] // far below 2^53
         block_parameters: Some(block_parameters(architecture) as f64),
         #[allow(clippy::cast_precision_loss)]
-        memory_bytes: Some(context.memory().counted_bytes(architecture, &workload) as f64),
+        memory_bytes: Some(memory.counted_bytes(architecture, &workload) as f64),
         ..Figures::default()
     };
     let mut smallest = parent.clone();

@@ -124,7 +124,13 @@ fn facts(body: &mut String, outcome: &Outcome) {
 
 fn limits(body: &mut String, outcome: &Outcome) {
     let workload = &outcome.spec.target.workload;
+    let alone = outcome
+        .limits
+        .iter()
+        .any(|limit| limit.metric.is_timed() && limit.verified.parent.is_none());
     let how = match outcome.parent.measurement.shortage() {
+        None if alone => "measured alone, because the parent has no room beside it: shares are of the parent as profiled"
+            .to_owned(),
         None => "measured in alternation with the parent, the limit and the prediction following the parent's own time in \
                  that run"
             .to_owned(),

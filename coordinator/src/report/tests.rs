@@ -166,3 +166,14 @@ fn a_parent_without_room_is_said_to_have_none_and_its_figures_to_be_predicted() 
     assert!(!page.contains("in alternation") && !page.contains("class=\"parent-mark\""));
     assert!(!page.contains("NaN") && !page.contains("inf\""));
 }
+
+#[test]
+fn a_model_that_had_no_room_beside_the_parent_is_said_to_be_measured_alone() {
+    let mut outcome = sample::outcome();
+    for limit in &mut outcome.limits {
+        limit.verified.parent = None;
+    }
+    let page = html(&outcome);
+    assert!(page.contains("measured alone, because the parent has no room beside it"));
+    assert!(!page.contains("in alternation"));
+}

@@ -180,36 +180,41 @@ fn moved(path: &str, from: &Path, to: &Path) -> String {
     }
 }
 
-/// Weights as children hold them.
+/// Weights as children hold them: where a model is timed in the target's precision, elsewhere in that of the device.
 #[derive(Debug, Clone, Copy)]
 struct Weights {
-    /// Bytes of one.
+    /// Bytes of one that is timed.
     each: u64,
-    /// Bytes of the parent's; 0 before it is known.
+    /// Bytes of the parent's where it is timed; 0 before it is known.
+    timed: u64,
+    /// Bytes of the exported model's where it is timed; 0 before there is one.
+    exported: u64,
+    /// Bytes of the parent's elsewhere; 0 before it is known.
     parent: u64,
     /// Bytes of them that a child holds at the least when it streams the parent's blocks.
     streamed: u64,
-    /// Bytes of the exported model's; 0 before there is one.
-    exported: u64,
 }
 
 impl Weights {
     fn of(spec: &JobSpec, results: &Results) -> Self {
         let each = Precision::from(spec.target.precision()).bytes();
+        let held = Precision::from(spec.target.device.precision()).bytes();
         let ingest = results.stages.get(&Stage::Ingest);
         let outputs = ingest.and_then(|stage| stage.finished.as_ref());
         match outputs.and_then(|finished| finished.outputs.first()) {
             Some(TaskOutput::Ingest(ingested)) => Self {
                 each,
-                parent: weight_bytes(&ingested.architecture, each),
-                streamed: streamed_bytes(&ingested.architecture, each),
+                timed: weight_bytes(&ingested.architecture, each),
                 exported: exported_parameters(results).saturating_mul(each),
+                parent: weight_bytes(&ingested.architecture, held),
+                streamed: streamed_bytes(&ingested.architecture, held),
             },
             _ => Self {
                 each,
+                timed: 0,
+                exported: 0,
                 parent: 0,
                 streamed: 0,
-                exported: 0,
             },
         }
     }
@@ -246,7 +251,7 @@ fn needs(spec: &TaskSpec, weights: Weights) -> Needs {
         TaskSpec::Ingest(_) | TaskSpec::Export(_) => 0,
         // Where the parent has no room, blocks and candidates are measured without it.
         TaskSpec::Profile(_) => {
-            ample_bytes = weights.parent;
+            ample_bytes = weights.timed;
             0
         }
         TaskSpec::Check(check) => {
@@ -254,7 +259,7 @@ fn needs(spec: &TaskSpec, weights: Weights) -> Needs {
             weight_bytes(&check.architecture, weights.each)
         }
         TaskSpec::Verify(_) => {
-            ample_bytes = weights.parent;
+            ample_bytes = weights.timed;
             weights.exported
         }
         TaskSpec::Calibrate(_)

@@ -14,7 +14,7 @@ use tonic::{Request, Response, Status};
 use super::inbox::Inbox;
 use super::owner::{self, JobOrder, Listing, Query};
 use super::{adapter, outcome, watch::Following};
-use crate::pipeline::{Findings, Outcome};
+use crate::pipeline::Findings;
 use crate::scheduler::JobId;
 use crate::spec::JobSpec;
 
@@ -218,9 +218,8 @@ impl Jobs for Service {
                 .map_err(|error| Status::internal(error.to_string()))?
                 .map_err(refused)?
         } else {
-            let outcome: Outcome = serde_json::from_str(&shown.outcome_json)
-                .map_err(|error| refused(format!("its outcome cannot be read: {error}")))?;
-            Findings::from(outcome)
+            Findings::of_outcome(&shown.outcome_json)
+                .map_err(|reason| refused(format!("its outcome {reason}")))?
         };
         let findings_json =
             serde_json::to_string(&found).map_err(|error| Status::internal(error.to_string()))?;

@@ -118,6 +118,10 @@ impl JobSpec {
                 "found true, expected false beside target.cost_table, in whose place nothing is measured";
             return Err(SpecError::new("target.measure_anew", message));
         }
+        if self.profile_only && self.target.cost_table.is_some() {
+            let message = "found one, expected none in a job that only measures its target: in its place nothing is measured";
+            return Err(SpecError::new("target.cost_table", message));
+        }
         if let Some(CostTableSource::Table(table)) = &self.target.cost_table {
             cost_table::fits(table, &self.target)?;
         }

@@ -133,7 +133,7 @@ fn read(file: &str, workload: &Workload) -> Result<CostTableFile, SpecError> {
             parent: parent.measurement,
             memory: kept.memory,
             reused_rows: 0,
-            disturbed: false,
+            disturbed: kept.disturbed,
         },
         parents: under,
     })

@@ -317,3 +317,15 @@ fn a_cost_table_that_is_none_or_is_another_targets_is_refused() {
         "{message}"
     );
 }
+
+#[test]
+fn a_job_that_only_measures_its_target_takes_no_table_in_place_of_that() {
+    let (_directory, mut spec) = importing(TABLE);
+    spec.check().unwrap();
+    spec.profile_only = true;
+    let message = spec.check().unwrap_err().to_string();
+    assert!(
+        message.starts_with("target.cost_table: found one, expected none"),
+        "{message}"
+    );
+}

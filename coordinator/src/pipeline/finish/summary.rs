@@ -11,7 +11,7 @@ use crate::pipeline::import;
 use crate::pipeline::outcome::{
     BlockReport, LimitReport, OUTCOME_SCHEMA, Outcome, ParentReport, RankedPoint, StageCost, StrategyReport,
 };
-use crate::spec::{CostTableSource, JobSpec, Strategy};
+use crate::spec::{CostTableSource, JobSpec};
 
 impl Tail<'_> {
     pub(super) fn outcome(
@@ -219,16 +219,10 @@ impl Tail<'_> {
         })
     }
 
-    /// The front of the first solve.
+    /// The front that the accepted choice is on: by the same costs, corrected alike.
     fn front(&self) -> Vec<espalier_search::heterogeneous::FrontPoint> {
-        let stage = Stage::Check {
-            strategy: Strategy::Heterogeneous,
-            round: 1,
-        };
-        match self.context.results.decision(stage) {
-            Some(Decision::Chosen(chosen)) => chosen.front.clone(),
-            _ => Vec::new(),
-        }
+        let chosen = self.accepted.iter().map(|accepted| accepted.chosen);
+        chosen.flat_map(|chosen| chosen.front.clone()).collect()
     }
 
     fn ranked(&self) -> Result<Vec<RankedPoint>, PlanError> {

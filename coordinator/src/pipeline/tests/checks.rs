@@ -17,6 +17,12 @@ fn a_missed_limit_corrects_the_costs_and_chooses_anew() {
         outcome.limits[0].verified.error.abs() < 1e-6,
         "the correction explains the bias"
     );
+    let whole = 1.09 * measurement(&parent(), 1.0).latency_ms.median;
+    let last = outcome.front.last().unwrap().value;
+    assert!(
+        (last / whole - 1.0).abs() < 1e-3,
+        "the front is of the costs that were chosen by: {last}, {whole}"
+    );
     assert!(
         outcome.notes.iter().any(|note| note.contains("missed a limit")),
         "{:?}",

@@ -130,12 +130,17 @@ fn of_a_table_with_several_models_the_jobs_own_parent_is_taken_wherever_it_stand
 
 #[test]
 fn a_job_says_that_it_chose_by_times_that_were_taken_beside_others_work() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("cost-table.json");
     let said = |disturbed: bool| {
         let mut table = table();
         table.profile.disturbed = disturbed;
-        let outcome = World::default()
-            .run(&importing(r#"{"latency": "75%"}"#, table))
-            .unwrap();
+        std::fs::write(&file, serde_json::to_string(&table).unwrap()).unwrap();
+        let mut job = spec(r#"{"latency": "75%"}"#, BOTH);
+        job.target.cost_table = Some(CostTableSource::File(file.display().to_string()));
+        job.import_files().unwrap();
+        let outcome = World::default().run(&job).unwrap();
+        assert_eq!(outcome.cost_table.unwrap().profile.disturbed, disturbed);
         let mut notes = outcome.notes.iter();
         notes.any(|note| note.contains("others kept using the machine"))
     };

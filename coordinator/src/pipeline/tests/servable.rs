@@ -1,6 +1,7 @@
 //! Parents that the target's engine cannot serve.
 
 use espalier_arch::{Activation, Architecture, BlockShape};
+use espalier_proto::task::TaskOutput;
 
 use super::world::*;
 use crate::pipeline::context::Context;
@@ -86,4 +87,48 @@ fn windows_and_heads_of_several_sizes_and_blocks_that_the_plugin_has_not_are_ref
     let mut crowded = for_vllm();
     crowded.target.workload.concurrency = 4096;
     assert!(refused(&crowded, &with_heads(64)).contains("is 65536, expected at most 32768"));
+}
+
+/// Whether a job with this parent is refused once the parent is known.
+fn is_refused(spec: &JobSpec, parent: &Architecture) -> bool {
+    let first = plan(spec, &Results::default()).unwrap().stages.remove(0);
+    let mut output = World::default().answer(&first.tasks[0].spec, &mut None);
+    let TaskOutput::Ingest(ingested) = &mut output else {
+        panic!("{output:?}")
+    };
+    ingested.architecture = parent.clone();
+    let mut results = Results::default();
+    let finished = Finished {
+        outputs: vec![output],
+        seconds: 1.0,
+    };
+    let result = StageResult {
+        decision: None,
+        finished: Some(finished),
+    };
+    results.stages.insert(first.stage, result);
+    plan(spec, &results).is_err()
+}
+
+#[test]
+fn what_vllm_gives_up_behind_a_window_is_not_held_against_a_limit_on_memory() {
+    let mut parent = with_heads(64);
+    parent.max_positions = 4096;
+    for block in &mut parent.blocks {
+        if let BlockShape::Attention(attention) = &mut block.shape {
+            attention.sliding_window = Some(64);
+        }
+    }
+    // At the least 512 bytes a token in each of four blocks: 4 MB of all 2016 tokens, 0.7 MB of the 63 behind which a
+    // step of 256 comes.
+    let asked = |engine: Engine, memory: &str| {
+        let mut spec = spec(&format!(r#"{{"memory": "{memory}"}}"#), r#"["heterogeneous"]"#);
+        spec.search.skip = false;
+        spec.target.engine = engine;
+        spec.target.workload.output_tokens = 2000;
+        spec
+    };
+    assert!(!is_refused(&asked(Engine::Vllm, "2MB"), &parent));
+    assert!(is_refused(&asked(Engine::Vllm, "0.6MB"), &parent));
+    assert!(is_refused(&asked(Engine::Builtin, "2MB"), &parent));
 }

@@ -54,9 +54,10 @@ fn a_task_needs_a_device_for_what_its_child_holds_of_the_parent() {
     assert!(streamed_bytes(&deep, 2) < weight_bytes(&deep, 2));
     let weights = |parent| Weights {
         each: 2,
+        timed: parent,
+        exported: parent / 4,
         parent,
         streamed: parent / 2,
-        exported: parent / 4,
     };
     let calibrate = TaskSpec::Calibrate(Calibrate {
         parent: parent_ref(),
@@ -104,6 +105,25 @@ fn a_task_needs_a_device_for_what_its_child_holds_of_the_parent() {
     });
     let wanted = needs(&verify, weights(bytes));
     assert_eq!((wanted.memory_bytes, wanted.ample_bytes), (bytes / 4, bytes));
+}
+
+#[test]
+fn only_tasks_that_time_models_hold_them_in_the_targets_precision() {
+    let weights = |device: &str, precision: &str| {
+        let text = format!(
+            "{{parent: p, data: {{train: [t.txt]}}, target: {{device: {device}, engine: vllm, precision: {precision}, \
+             workload: {{prompt_tokens: 4, output_tokens: 3}}, limits: {{latency: 75%}}}}, output: out}}"
+        );
+        let spec = JobSpec::from_yaml(&text, Path::new("/")).unwrap();
+        let results = results(&[snapshot("ingest", &ingested())]).unwrap();
+        Weights::of(&spec, &results)
+    };
+    let on_cpu = weights("cpu", "bf16");
+    assert_eq!((on_cpu.timed, on_cpu.parent), (2 * 18_656, 4 * 18_656));
+    assert_eq!(on_cpu.streamed, 4 * 18_656);
+    let on_gpu = weights("cuda", "f32");
+    assert_eq!((on_gpu.timed, on_gpu.parent), (4 * 18_656, 2 * 18_656));
+    assert_eq!((on_cpu.each, on_gpu.each), (2, 4));
 }
 
 const WORKLOAD: Workload = Workload {
