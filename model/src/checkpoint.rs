@@ -23,7 +23,7 @@ use crate::importance::Importance;
 use crate::ops::Operations;
 use crate::sort::Permutation;
 use crate::tokenizer::{Tokenizer, check_vocabulary};
-use crate::weights::for_blocks;
+use crate::weights::upload_for_blocks;
 use crate::{Error, Model, Result, Tensor};
 
 pub use side_files::{SideFiles, SpecialTokens};
@@ -200,7 +200,7 @@ fn tokenizer_from_bytes(path: &Path, bytes: &[u8], architecture: &Architecture) 
 /// Values of a tensor on a device, as blocks read them.
 fn place(spec: &TensorSpec, values: &[f32], ops: &dyn Operations) -> Result<Tensor> {
     let (rows, columns) = stored::matrix(&spec.shape);
-    for_blocks(ops, spec.role, ops.upload(values, rows, columns)?)
+    upload_for_blocks(ops, spec.role, values, rows, columns)
 }
 
 /// Reads a whole small file.

@@ -291,6 +291,21 @@ pub trait Operations: Send + Sync + Debug {
     fn zeros(&self, rows: usize, columns: usize, element_type: ElementType) -> Result<Tensor>;
     /// A tensor with `data`, row by row, in f32.
     fn upload(&self, data: &[f32], rows: usize, columns: usize) -> Result<Tensor>;
+    /// A tensor with `data`, row by row, rounded to `element_type`, ties to even. No more of the device is needed for it than
+    /// it takes in the end: the largest tensor in f32 beside itself may be what a model that fits has no room for.
+    fn upload_as(
+        &self,
+        data: &[f32],
+        rows: usize,
+        columns: usize,
+        element_type: ElementType,
+    ) -> Result<Tensor> {
+        let wide = self.upload(data, rows, columns)?;
+        if wide.element_type() == element_type {
+            return Ok(wide);
+        }
+        self.copy_as(&wide, element_type)
+    }
     /// The elements, row by row. Waits for the device.
     fn download(&self, tensor: &Tensor) -> Result<Vec<f32>>;
     /// A contiguous copy of its own, rounded to `element_type`.

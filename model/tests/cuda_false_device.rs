@@ -430,3 +430,53 @@ fn a_large_product() {
         )
         .unwrap();
 }
+
+#[test]
+fn no_more_memory_is_planned_with_than_is_free() {
+    passes("memory_limits", &[]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own, started by the others"]
+fn memory_limits() {
+    let limit_of = |asked: Option<u64>| {
+        let options = Options {
+            memory_limit: asked,
+            ..options()
+        };
+        CudaOperations::open(0, options)
+            .unwrap()
+            .accelerator()
+            .unwrap()
+            .memory_limit
+    };
+    // The false device has 8 GiB free, of which one is left alone.
+    assert_eq!(limit_of(None), 7 << 30);
+    assert_eq!(limit_of(Some(100 << 30)), 7 << 30);
+    assert_eq!(limit_of(Some(3 << 30)), 3 << 30);
+}
+
+#[test]
+fn a_weight_is_rounded_on_the_host_and_never_held_in_f32() {
+    passes("upload_as", &[]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own, started by the others"]
+fn upload_as() {
+    // 192 MiB in f32 and half of that in bf16: both together are more than the 256 MiB that tensors may take.
+    let (rows, columns) = (48 << 10, 1 << 10);
+    let mut values = vec![0.0; rows * columns];
+    let halfway = 1.0 + 1.0 / 256.0;
+    values[..3].copy_from_slice(&[halfway, 1.0 + 3.0 / 256.0, -2.5]);
+    let operations = operations();
+    let weight = operations
+        .upload_as(&values, rows, columns, ElementType::Bf16)
+        .unwrap();
+    assert_eq!(weight.element_type(), ElementType::Bf16);
+    let first = weight.first_rows(1).unwrap().columns_from(0, 3).unwrap();
+    assert_eq!(
+        operations.download(&first).unwrap(),
+        [1.0, 1.0 + 4.0 / 256.0, -2.5]
+    );
+}

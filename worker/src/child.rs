@@ -14,7 +14,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::FromRawFd;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use espalier_artifact::BlockingStore;
 use espalier_model::Device;
@@ -28,6 +28,9 @@ use alive::Alive;
 use protocol::{Order, Reply, Request};
 use rank::Member;
 use stop::Stops;
+
+/// Tells whether a rank waits for others, which live.
+type Waits = Box<dyn Fn() -> bool + Send + Sync>;
 
 /// The device that a child was started for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -176,7 +179,11 @@ impl Child {
         }
         // Before a rank says that it is ready, as they may be slow or fail: once all are released they wait for it.
         let backend = match order.spec.engine() {
-            Engine::Builtin => self.backend()?,
+            // What vLLM's process has of the device is free before the device is opened: it is then seen how much is free.
+            Engine::Builtin => {
+                self.caches.end_vllm();
+                self.backend()?
+            }
             Engine::Vllm { .. } => self.backend_beside_vllm()?,
         };
         self.open(&order.artifact_store, &order.artifact_store_id, backend.pulse())?;
@@ -196,8 +203,21 @@ impl Child {
             };
             return Ok(Reply::Failure { attempt, failure });
         };
+        // Ranks that look for each other are no sign of life, and none that hangs: that has a deadline of its own.
+        let waits: Arc<OnceLock<Waits>> = Arc::default();
+        let (joined, is_rank) = (Arc::clone(&waits), released.is_some());
+        let sink = Arc::clone(&self.output);
+        let _alive = Alive::watch(
+            backend.pulse(),
+            move || joined.get().map_or(is_rank, |waits| waits()),
+            alive::INTERVAL,
+            move || reply(&sink, &Reply::Alive { attempt }),
+        )?;
         let member = released.map(|(place, released)| Member::join(place, released, backend.operations()));
         let member = member.transpose()?;
+        if let Some(member) = &member {
+            let _ = waits.set(Box::new(member.waits()));
+        }
         let sink = Arc::clone(&self.output);
         let stops = Arc::clone(&self.stops);
         let context = Context::new(
@@ -208,12 +228,6 @@ impl Child {
         )
         .with_attempt(attempt)
         .with_gang(member.as_ref().map(|member| Arc::clone(&member.gang)));
-        let sink = Arc::clone(&self.output);
-        let waits = member.as_ref().map(Member::waits);
-        let waits = move || waits.as_ref().is_some_and(|waits| waits());
-        let _alive = Alive::watch(backend.pulse(), waits, alive::INTERVAL, move || {
-            reply(&sink, &Reply::Alive { attempt });
-        })?;
         let output = match execute(&context, &mut self.caches, &order.spec) {
             // Ranks that have left a checkpoint together part in peace: the last of them must not find the gang broken.
             Err(Error::Cancelled) if self.stops.asked(attempt) != Some(Stop::Now) => {

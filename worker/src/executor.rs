@@ -40,9 +40,6 @@ pub use pulse::Pulse;
 /// Why the attempt failed; [`crate::Error::failure`] says what that means for trying again.
 pub fn execute(context: &Context<'_>, caches: &mut Caches, spec: &TaskSpec) -> Result<TaskOutput> {
     context.check_cancelled()?;
-    if spec.engine().is_builtin() {
-        caches.end_vllm();
-    }
     match spec {
         TaskSpec::Ingest(task) => ingest::run(context, caches, task)
             .map(Box::new)

@@ -13,7 +13,7 @@ use espalier_arch::{Architecture, TensorSpec};
 use safetensors::{Dtype, View};
 use serde_json::Value;
 
-use super::{Model, for_blocks};
+use super::{Model, upload_for_blocks};
 use crate::files;
 use crate::ops::Operations;
 use crate::{Error, Result, Tensor};
@@ -368,8 +368,7 @@ impl SavedModel {
     /// As [`SavedModel::values`], and when the backend runs out of memory.
     pub fn tensor(&self, spec: &TensorSpec, operations: &dyn Operations) -> Result<Tensor> {
         let (rows, columns) = super::tensors::matrix_shape(&spec.shape);
-        let tensor = operations.upload(&self.values(spec)?, rows, columns)?;
-        for_blocks(operations, spec.role, tensor)
+        upload_for_blocks(operations, spec.role, &self.values(spec)?, rows, columns)
     }
 
     /// All of it on the backend's device.

@@ -5,7 +5,7 @@ use espalier_arch::{Architecture, BlockKind, BlockShape, Role, TensorSpec};
 
 use super::{AttentionWeights, BlockWeights, MlpWeights, Model, StageWeights};
 use crate::ops::Operations;
-use crate::{Error, Result, Tensor};
+use crate::{ElementType, Error, Result, Tensor};
 
 /// Standard deviation of random matrices, that of most families' initialisers.
 const RANDOM_DEVIATION: f32 = 0.02;
@@ -251,7 +251,7 @@ impl Model {
                 data.iter_mut()
                     .for_each(|value| *value = reach * generator.symmetric());
             }
-            for_blocks(operations, spec.role, operations.upload(&data, rows, columns)?)
+            upload_for_blocks(operations, spec.role, &data, rows, columns)
         })?
         .stacked(operations)
     }
@@ -291,11 +291,30 @@ impl Model {
 
 /// A weight as blocks read it: a matrix in the backend's activation type, a vector as it is.
 pub(crate) fn for_blocks(operations: &dyn Operations, role: Role, tensor: Tensor) -> Result<Tensor> {
-    let element_type = operations.activation_type();
-    if is_vector(role) || tensor.element_type() == element_type {
+    let element_type = read_as(operations, role);
+    if tensor.element_type() == element_type {
         return Ok(tensor);
     }
     operations.copy_as(&tensor, element_type)
+}
+
+/// The values of a weight, as blocks read it.
+pub(crate) fn upload_for_blocks(
+    operations: &dyn Operations,
+    role: Role,
+    values: &[f32],
+    rows: usize,
+    columns: usize,
+) -> Result<Tensor> {
+    operations.upload_as(values, rows, columns, read_as(operations, role))
+}
+
+fn read_as(operations: &dyn Operations, role: Role) -> ElementType {
+    if is_vector(role) {
+        ElementType::F32
+    } else {
+        operations.activation_type()
+    }
 }
 
 pub(crate) fn is_vector(role: Role) -> bool {

@@ -4,6 +4,7 @@
 
 mod watch;
 
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -109,8 +110,8 @@ enum After {
 }
 
 impl Runner {
-    /// A device without a child yet, whose children will be known by `mark`. `coordinator` is where this host is reached from: a rank of a gang
-    /// gives the address of that side.
+    /// A device without a child yet, whose children will be known by `mark`. `coordinator` is where this host is reached
+    /// from: a rank of a gang gives the address of that side.
     pub fn new(
         device: DeviceOptions,
         options: ChildOptions,
@@ -395,22 +396,52 @@ fn log_end(ended: &Ended) {
     }
 }
 
-/// The address of the side of this host that looks towards the coordinator; loopback when that cannot be told.
+/// The address of the side of this host that looks towards the coordinator; loopback when that cannot be told, which
+/// no other host reaches.
 async fn reachable_host(coordinator: &str) -> String {
-    const LOOPBACK: &str = "127.0.0.1";
-    let authority = coordinator
-        .parse::<tonic::codegen::http::Uri>()
-        .ok()
-        .and_then(|uri| Some((uri.host()?.to_owned(), uri.port_u16().unwrap_or(80))));
-    let Some(authority) = authority else {
-        return LOOPBACK.to_owned();
-    };
-    let look = async {
-        let socket = tokio::net::UdpSocket::bind("0.0.0.0:0").await.ok()?;
+    let found = tokio::time::timeout(Duration::from_secs(2), own_address_towards(coordinator)).await;
+    if let Ok(Some(address)) = found {
+        return address.to_string();
+    }
+    tracing::warn!(
+        coordinator,
+        "no way to the coordinator is known: ranks on other hosts will not reach this one"
+    );
+    Ipv4Addr::LOCALHOST.to_string()
+}
+
+async fn own_address_towards(coordinator: &str) -> Option<IpAddr> {
+    let uri: tonic::codegen::http::Uri = coordinator.parse().ok()?;
+    let host = uri.host()?.trim_matches(['[', ']']);
+    for target in tokio::net::lookup_host((host, uri.port_u16().unwrap_or(80)))
+        .await
+        .ok()?
+    {
+        let any: IpAddr = match target {
+            SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+            SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+        };
+        let Ok(socket) = tokio::net::UdpSocket::bind((any, 0)).await else {
+            continue;
+        };
         // Chooses a route and sends nothing.
-        socket.connect((authority.0.as_str(), authority.1)).await.ok()?;
-        Some(socket.local_addr().ok()?.ip().to_string())
-    };
-    let found = tokio::time::timeout(Duration::from_secs(2), look).await;
-    found.ok().flatten().unwrap_or_else(|| LOOPBACK.to_owned())
+        if socket.connect(target).await.is_ok() {
+            return Some(socket.local_addr().ok()?.ip());
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_rank_announces_the_address_by_which_it_reaches_the_coordinator() {
+        assert_eq!(reachable_host("http://127.0.0.1:7474").await, "127.0.0.1");
+        if std::net::TcpListener::bind("[::1]:0").is_ok() {
+            assert_eq!(reachable_host("http://[::1]:7474").await, "::1");
+        }
+        assert_eq!(reachable_host("nothing of the kind").await, "127.0.0.1");
+    }
 }

@@ -40,17 +40,23 @@ pub(super) fn meminfo_bytes(field: &str) -> Option<u64> {
     Some(kibibytes.saturating_mul(1024))
 }
 
-/// What the limit of our own control group leaves; none without a limit. Its file cache can be dropped and
-/// counts as free.
+/// What the limit of our own control group leaves; none without a limit.
 fn control_group_free_bytes() -> Option<u64> {
     let limit: u64 = control_group_file("memory.max")?.trim().parse().ok()?;
     let used: u64 = control_group_file("memory.current")?.trim().parse().ok()?;
     let statistics = control_group_file("memory.stat")?;
-    let cached = statistics
-        .lines()
-        .find_map(|line| line.strip_prefix("file ")?.trim().parse::<u64>().ok())
-        .unwrap_or(0);
-    Some(limit.saturating_sub(used.saturating_sub(cached)))
+    Some(limit.saturating_sub(used.saturating_sub(droppable_bytes(&statistics))))
+}
+
+/// What a control group holds of files that can be dropped, which counts as free. Files of a tmpfs, and shared memory, are
+/// counted among them and cannot.
+fn droppable_bytes(statistics: &str) -> u64 {
+    let of = |field: &str| {
+        let mut lines = statistics.lines();
+        let value = lines.find_map(|line| line.strip_prefix(field)?.trim().parse::<u64>().ok());
+        value.unwrap_or(0)
+    };
+    of("file ").saturating_sub(of("shmem "))
 }
 
 /// A file of our own control group (version 2).
@@ -245,6 +251,14 @@ mod tests {
         let told = wait_until_free(&memory, &[], 11, patience).await.unwrap_err();
         assert!(told.contains("10 bytes of memory are free"), "{told}");
         wait_until_free(&memory, &[], 10, patience).await.unwrap();
+    }
+
+    #[test]
+    fn files_in_memory_are_no_memory_that_can_be_had() {
+        let statistics = "anon 5\nfile 700\nshmem 600\nfile_mapped 9\n";
+        assert_eq!(droppable_bytes(statistics), 100);
+        assert_eq!(droppable_bytes("file 700\n"), 700);
+        assert_eq!(droppable_bytes(""), 0);
     }
 
     #[test]

@@ -7,6 +7,7 @@ use espalier_model::Device;
 use espalier_proto::task::VLLM;
 use espalier_proto::v1;
 
+use super::memory::meminfo_bytes;
 use crate::discovery::Gpu;
 use crate::{Error, Result};
 
@@ -234,16 +235,7 @@ pub fn processor_name() -> String {
 
 /// Memory in all; 0 where the system does not tell.
 fn memory_bytes() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    text.lines()
-        .find_map(|line| {
-            line.strip_prefix("MemTotal:")?
-                .split_whitespace()
-                .next()?
-                .parse::<u64>()
-                .ok()
-        })
-        .map_or(0, |kibibytes| kibibytes.saturating_mul(1024))
+    meminfo_bytes("MemTotal:").unwrap_or(0)
 }
 
 #[cfg(test)]

@@ -50,7 +50,15 @@ fn ask(program: Option<&Path>, about: &[&str]) -> Result<Machine> {
         .map_err(|error| failed(format!("{}: {error}", program.display())))?;
     let (output, complaints) = (child.stdout.take(), child.stderr.take());
     let heard = hear(output).and_then(|output| Ok((output, hear(complaints)?)));
-    let (text, complaints) = heard.map_err(|error| failed(error.to_string()))?;
+    let (text, complaints) = match heard {
+        Ok(heard) => heard,
+        Err(error) => {
+            // Its pipes are closed and nobody hears it; it must not keep its contexts on the GPUs.
+            let _ = child.kill();
+            let _ = ended_within(child, LAST_WORDS);
+            return Err(failed(error.to_string()));
+        }
+    };
     let status = ended_within(child, PATIENCE).map_err(failed)?;
     let text = text.recv_timeout(PATIENCE).unwrap_or_default();
     // A driver may print what it likes beside the answer.

@@ -87,7 +87,7 @@ impl Caches {
     }
 
     /// Ends vLLM's process, if one runs.
-    pub(super) fn end_vllm(&mut self) {
+    pub(crate) fn end_vllm(&mut self) {
         self.vllm = None;
     }
 

@@ -172,6 +172,7 @@ beating! {
     gang(mesh: Arc<Mesh>) -> Arc<dyn Gang>;
     zeros(rows: usize, columns: usize, element_type: ElementType) -> Tensor;
     upload(data: &[f32], rows: usize, columns: usize) -> Tensor;
+    upload_as(data: &[f32], rows: usize, columns: usize, element_type: ElementType) -> Tensor;
     download(tensor: &Tensor) -> Vec<f32>;
     copy_as(tensor: &Tensor, element_type: ElementType) -> Tensor;
     concatenate(tensors: &[&Tensor]) -> Tensor;

@@ -5,8 +5,8 @@
 //! many ranks. Distillation can make a model worse: when the loss on a fixed slice of the training data is higher after
 //! than before, the untrained weights are kept.
 //!
-//! Rooms: [`begin`] has what an attempt goes on from, [`corpus`] has the sequences and their order, [`team`] what ranks tell each other, [`teacher`] what a rank
-//! holds of the parent, [`checkpoint`] what an attempt leaves for the next.
+//! Rooms: [`begin`] has what an attempt goes on from, [`corpus`] has the sequences and their order, [`team`] what ranks
+//! tell each other, [`teacher`] what a rank holds of the parent, [`checkpoint`] what an attempt leaves for the next.
 
 mod begin;
 mod checkpoint;
@@ -155,6 +155,10 @@ impl Attempt<'_, '_> {
                 );
                 return Err(Error::Cancelled);
             }
+        }
+        // On its way on all ranks or on none. Unless it is recorded nobody goes on from it, should the end fail.
+        if let Some(begun) = leaving.take() {
+            checkpoints.finish(begun)?;
         }
         self.conclude(caches, &checkpoints, course)
     }

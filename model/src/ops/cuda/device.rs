@@ -205,9 +205,16 @@ impl CudaDevice {
         let context = ready(&mut info, device)?;
         library::matmul()?;
         let compute = Arc::new(Stream::new(&context, options.deadline)?);
-        let limit = options
-            .memory_limit
-            .unwrap_or_else(|| info.free.saturating_sub(RESERVE).max(LEAST_FREE / 2));
+        let room = info.free.saturating_sub(RESERVE).max(LEAST_FREE / 2);
+        let limit = options.memory_limit.map_or(room, |limit| limit.min(room));
+        if let Some(asked) = options.memory_limit.filter(|asked| *asked > room) {
+            tracing::warn!(
+                device = index,
+                asked,
+                free = info.free,
+                "more memory was allowed than is free: {room} bytes are used"
+            );
+        }
         let recorder = Arc::new(Recorder::new(&context, &compute));
         let pool = Pool::new(&context, &recorder, limit, options.deadline, options.poison);
         Ok(Self {

@@ -166,6 +166,19 @@ impl Operations for CudaOperations {
         self.tensor(self.device.upload_f32(data, rows, columns)?)
     }
 
+    fn upload_as(
+        &self,
+        data: &[f32],
+        rows: usize,
+        columns: usize,
+        element_type: ElementType,
+    ) -> Result<Tensor> {
+        match element_type {
+            ElementType::F32 => self.upload(data, rows, columns),
+            ElementType::Bf16 => self.tensor(self.device.upload_bf16(data, rows, columns)?),
+        }
+    }
+
     fn download(&self, tensor: &Tensor) -> Result<Vec<f32>> {
         Ok(self.device.download(&tensor.cuda()?)?)
     }
