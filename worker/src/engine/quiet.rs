@@ -5,8 +5,8 @@
 //! did not run. The scheduler's own account of how long threads waited for a processor tells contention, and
 //! tells it from a stop. A disturbed sample is thrown away and taken again. One that overlaps a stop is never
 //! kept: past a bound the measurement fails with what disturbed it. Contention that does not end is another
-//! matter: past a bound samples are kept and the log says so, for medians stand some of it and drift is judged
-//! by whoever asked.
+//! matter: past a bound samples are kept, for medians stand some of it, and whoever asked is told
+//! ([`Quiet::gave_up`]).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,9 +23,9 @@ const STOPPED: Duration = Duration::from_millis(200);
 const CONTENDED_SHARE: f64 = 0.2;
 /// Samples shorter than this say too little about contention.
 const CONTENDED_LEAST: Duration = Duration::from_millis(20);
-/// Samples of one measurement that may overlap a stop.
+/// Samples of one task that may overlap a stop.
 const STOPS: u64 = 20;
-/// Samples of one measurement that are taken again because of contention.
+/// Samples of one task that are taken again because of contention.
 const CONTENTIONS: u64 = 12;
 
 /// What the watching thread has noticed.
@@ -138,6 +138,11 @@ impl Quiet {
             account: Account::of_this_process(),
             suspended: suspended(),
         }
+    }
+
+    /// Whether samples were kept though others took the processors meanwhile.
+    pub fn gave_up(&self) -> bool {
+        self.discarded_contended.load(Ordering::SeqCst) > CONTENTIONS
     }
 
     fn disturbance(&self, before: Before) -> Option<Disturbance> {
@@ -371,6 +376,7 @@ mod tests {
             Ok(taken.get())
         });
         assert_eq!(sample.unwrap(), 3, "the undisturbed one, and no other");
+        assert!(!quiet.gave_up());
     }
 
     #[test]
@@ -384,8 +390,10 @@ mod tests {
                 Ok(())
             })
         };
+        assert!(!quiet.gave_up());
         samples().unwrap();
         assert_eq!(taken.get(), CONTENTIONS + 1);
+        assert!(quiet.gave_up());
         samples().unwrap();
         assert_eq!(taken.get(), CONTENTIONS + 2, "from there on none is taken again");
     }

@@ -28,7 +28,8 @@ const FEWEST: usize = 4;
 const MOST: usize = 24;
 /// Bytes of all deep stacks together, at least; twice the last-level cache when that is more.
 const LEAST_BYTES: usize = 192 << 20;
-/// Bytes of all deep stacks together, at most.
+/// Bytes that all deep stacks are to have together for the cache's sake, at most: [`FEWEST`] copies of large shapes
+/// have more.
 const MOST_BYTES: usize = 1 << 30;
 /// Timings of a decode point in a round: single steps are short and so noisy.
 const DECODE_PASSES: usize = 4;

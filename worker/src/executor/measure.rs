@@ -134,7 +134,7 @@ impl Engine for Builtin<'_, '_> {
                 Err(shortage) => WholeParent::TooLarge(shortage),
             },
             reused_rows: 0,
-            disturbed: false,
+            disturbed: self.quiet.gave_up(),
         })
     }
 
