@@ -8,7 +8,14 @@ cargo=${CARGO:-cargo}
 "$cargo" clippy --workspace --all-targets --locked --quiet -- -D warnings
 tests/checks/moto.sh
 "$cargo" test --workspace --locked --features espalier-simulation/planted-bugs
-tests/checks/gang.sh
+# Times are check-gang's affair: these are the limits of a machine that is busy with something else as well.
+gang=0
+tests/checks/gang.sh 300 || gang=$?
+case $gang in
+0) ;;
+3) echo "skipped: the part of check-gang with workers, which needs Python 3.7 or later" ;;
+*) exit "$gang" ;;
+esac
 if python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
     PYTHONDONTWRITEBYTECODE=1 python3 -m unittest discover --start-directory serving/tests --pattern test_helper.py
 else

@@ -8,19 +8,17 @@ use serde_json::json;
 use crate::Result;
 use crate::disturb::disturb;
 use crate::launch::{apart, whole};
-use crate::plan::{Kind, Plan};
+use crate::plan::{Fall, Kind, Plan};
 
 const STEPS: u32 = 20;
 /// How far losses may differ from one rank's, relative.
 const BOUND: f64 = 1e-5;
-/// Which rank is disturbed, the step after which, and how often there is a checkpoint.
+/// Which rank falls, in which step, and how often there is a checkpoint.
 const VICTIM: usize = 2;
-const DISTURBED_AFTER: u32 = 12;
+const FALLS_IN: u32 = 13;
 const EVERY: u32 = 5;
 /// How long a rank may be silent; the sockets of one that was killed break at once.
-const SILENCE_MS: u64 = 2000;
-/// Until every survivor knows.
-const NOTICED_SECONDS: f64 = 15.0;
+const SILENCE_MS: u64 = 8000;
 
 fn plan(stages: usize, replicas: usize, distil: bool) -> Plan {
     let shape = |layers: usize, hidden: usize| {
@@ -47,7 +45,7 @@ fn plan(stages: usize, replicas: usize, distil: bool) -> Plan {
         resume: None,
         generation: 1,
         silence_ms: SILENCE_MS,
-        step_ms: 0,
+        fall: None,
     }
 }
 
@@ -77,7 +75,9 @@ impl Verdict {
     }
 }
 
-pub(crate) fn run() -> Result<()> {
+/// Survivors must know of a rank that fell within `limit` seconds.
+pub(crate) fn run(limit: &str) -> Result<()> {
+    let limit = limit.parse()?;
     let mut verdict = Verdict { holds: true };
     for distil in [false, true] {
         let lesson = if distil { "from a parent" } else { "from text" };
@@ -91,7 +91,7 @@ pub(crate) fn run() -> Result<()> {
             verdict.losses(&what, &found, &alone);
         }
     }
-    disturbed(&mut verdict)?;
+    disturbed(&mut verdict, limit)?;
     match verdict.holds {
         true => Ok(()),
         false => Err("check-gang does not hold".into()),
@@ -104,23 +104,27 @@ fn loss(losses: &[(u32, f64)], step: u32) -> f64 {
 }
 
 /// Ends or stops a rank of 2 x 2 in the middle, and goes on from the last checkpoint with one rank and with three.
-fn disturbed(verdict: &mut Verdict) -> Result<()> {
+fn disturbed(verdict: &mut Verdict, limit: f64) -> Result<()> {
     let alone = whole(&plan(1, 1, true))?.losses;
     for (signal, resumed) in [("KILL", vec![(1, 1), (1, 3)]), ("STOP", vec![(2, 1)])] {
         let home = tempfile::tempdir()?;
         let plan = Plan {
             home: Some((home.path().to_path_buf(), EVERY)),
-            step_ms: 50,
             ..plan(2, 2, true)
         };
-        let disturbed = disturb(&plan, VICTIM, signal, DISTURBED_AFTER)?;
+        let fall = Fall {
+            rank: VICTIM,
+            step: FALLS_IN,
+            signal: signal.to_owned(),
+        };
+        let disturbed = disturb(&plan, fall)?;
         let said = disturbed.said.first().map_or("nobody noticed", String::as_str);
         let figure = format!("the other three ended after {:.2} s: {said}", disturbed.seconds);
         let known = disturbed.is_known(VICTIM, plan.ranks());
         verdict.add(
             &format!("SIG{signal} of a rank of four"),
             &figure,
-            known && disturbed.seconds < NOTICED_SECONDS,
+            known && disturbed.seconds < limit,
         );
         for layers in resumed {
             went_on(verdict, &disturbed.record, layers, &alone)?;

@@ -5,11 +5,11 @@ use std::time::Instant;
 
 use crate::Result;
 use crate::launch::Running;
-use crate::plan::Plan;
+use crate::plan::{Fall, Plan};
 
 /// What the others noticed.
 pub(crate) struct Disturbed {
-    /// From the signal until every other rank had ended.
+    /// From the rank's last word until every other one had ended.
     pub(crate) seconds: f64,
     /// What each said.
     pub(crate) said: Vec<String>,
@@ -18,23 +18,21 @@ pub(crate) struct Disturbed {
     pub(crate) at: Instant,
 }
 
-/// Trains by `plan`, which writes checkpoints, and sends `signal` to rank `victim` after step `after`.
-pub(crate) fn disturb(plan: &Plan, victim: usize, signal: &str, after: u32) -> Result<Disturbed> {
-    let mut running = Running::start(plan)?;
-    let before = running.listen(|told| {
-        let reached = told.losses.last().is_some_and(|(step, _)| *step >= after);
-        !told.failures.is_empty() || (reached && !told.records.is_empty())
-    })?;
-    running.signal(victim, signal)?;
-    let at = Instant::now();
-    let told = running.listen(|told| told.failures.len() + 1 == plan.ranks())?;
-    let seconds = at.elapsed().as_secs_f64();
-    let records = told.records.last().or_else(|| before.records.last());
-    let failures = before.failures.into_iter().chain(told.failures);
+/// Trains by `plan`, which writes checkpoints and lets a rank fall after the first of them.
+pub(crate) fn disturb(plan: &Plan, fall: Fall) -> Result<Disturbed> {
+    let plan = Plan {
+        fall: Some(fall),
+        ..plan.clone()
+    };
+    let mut running = Running::start(&plan)?;
+    let told = running.listen(|told| told.fell.is_some() && told.failures.len() + 1 == plan.ranks())?;
+    let at = told
+        .fell
+        .ok_or_else(|| format!("no rank fell: {:?}", told.failures))?;
     Ok(Disturbed {
-        seconds,
-        said: failures.map(|(_, how)| how).collect(),
-        record: records.cloned().ok_or("no checkpoint was written")?,
+        seconds: at.elapsed().as_secs_f64(),
+        said: told.failures.into_iter().map(|(_, how)| how).collect(),
+        record: told.records.last().cloned().ok_or("no checkpoint was written")?,
         at,
     })
 }

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::Result;
 use crate::disturb::disturb;
 use crate::launch::{Running, Told, apart, whole};
-use crate::plan::{Kind, Plan};
+use crate::plan::{Fall, Kind, Plan};
 
 /// How much faster two replicas must be than one rank.
 const SCALING: f64 = 1.8;
@@ -54,7 +54,7 @@ fn plan(stages: usize, replicas: usize, student: Value, steps: u32) -> Plan {
         resume: None,
         generation: 1,
         silence_ms: 20_000,
-        step_ms: 0,
+        fall: None,
     }
 }
 
@@ -262,15 +262,18 @@ fn disturbed() -> Result<bool> {
         let plan = Plan {
             home: Some((home.path().to_path_buf(), 10)),
             silence_ms: 5000,
-            step_ms: 200,
             ..plan(1, 2, shape(), STEPS)
         };
-        let disturbed = disturb(&plan, 1, signal, 15)?;
+        let fall = Fall {
+            rank: 1,
+            step: 17,
+            signal: signal.to_owned(),
+        };
+        let disturbed = disturb(&plan, fall)?;
         let mut again = Running::start(&Plan {
             resume: Some(disturbed.record.clone()),
             generation: 2,
             home: None,
-            step_ms: 0,
             ..plan.clone()
         })?;
         let first = again.listen(|told| !told.losses.is_empty() || !told.failures.is_empty())?;

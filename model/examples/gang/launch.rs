@@ -32,6 +32,8 @@ pub(crate) struct Told {
     pub(crate) memory: Vec<(u64, u64)>,
     /// Which ranks failed, and how.
     pub(crate) failures: Vec<(usize, String)>,
+    /// When a rank fell.
+    pub(crate) fell: Option<Instant>,
 }
 
 impl Running {
@@ -114,23 +116,12 @@ impl Running {
                     }
                 }
                 Line::Saved(record) => told.records.push(record),
+                Line::Falls => told.fell = Some(Instant::now()),
                 Line::Done { in_use, held } => told.memory.push((in_use, held)),
                 Line::Failed(how) => told.failures.push((number, how)),
             }
         }
         Ok(told)
-    }
-
-    /// Sends a signal by its name.
-    pub(crate) fn signal(&self, rank: usize, name: &str) -> Result<()> {
-        let child = self.children.get(rank).ok_or("no such rank")?;
-        let sent = Command::new("kill")
-            .args([format!("-{name}"), child.id().to_string()])
-            .status()?;
-        match sent.success() {
-            true => Ok(()),
-            false => Err(format!("rank {rank} cannot be sent {name}").into()),
-        }
     }
 }
 

@@ -42,8 +42,17 @@ pub(crate) struct Plan {
     pub(crate) generation: u64,
     /// How long a rank may be silent.
     pub(crate) silence_ms: u64,
-    /// A step takes at least this long, so that it can be disturbed.
-    pub(crate) step_ms: u64,
+    /// A rank that goes no further than this.
+    pub(crate) fall: Option<Fall>,
+}
+
+/// The signal that a rank sends itself in the middle of a step: no other one can end it without that.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Fall {
+    pub(crate) rank: usize,
+    pub(crate) step: u32,
+    /// As `kill` has it: KILL or STOP.
+    pub(crate) signal: String,
 }
 
 /// What a rank says.
@@ -58,6 +67,8 @@ pub(crate) enum Line {
     },
     /// A checkpoint is there, whole.
     Saved(PathBuf),
+    /// The last word of a rank that falls.
+    Falls,
     Done {
         /// Bytes of tensors on its device at most, and taken from it.
         in_use: u64,

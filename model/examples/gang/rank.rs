@@ -3,6 +3,7 @@
 use std::io::{BufRead, Write};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -114,7 +115,6 @@ impl Rank<'_> {
         let mut unread: Option<(u32, Step)> = None;
         let mut last = Instant::now();
         for step in trainer.steps()..plan.steps {
-            let begun = Instant::now();
             let texts: Vec<Vec<u32>> = (0..plan.micro_batches)
                 .map(|index| plan.text(step, index, vocabulary))
                 .collect();
@@ -132,6 +132,7 @@ impl Rank<'_> {
                 .sum();
             let own: Vec<MicroBatch<'_>> = plan.share(step, replica).into_iter().map(batch).collect();
             trainer.accumulate_all(&own, predictions)?;
+            self.fall(step)?;
             let hyperparameters = Hyperparameters {
                 learning_rate: plan.learning_rate,
                 weight_decay: 0.1,
@@ -156,13 +157,27 @@ impl Rank<'_> {
                 let writing = trainer.save_beside(directory.join(format!("rank-{}", self.number)))?;
                 saving = Some((directory, step + 1, writing));
             }
-            let least = Duration::from_millis(plan.step_ms);
-            std::thread::sleep(least.saturating_sub(begun.elapsed()));
         }
         if let Some((step, before)) = unread {
             report(step, before, &mut last)?;
         }
         saving.map_or(Ok(()), |saving| self.record(saving))
+    }
+
+    /// Ends or stops this process, if the plan says so of this rank and step.
+    fn fall(&self, step: u32) -> Result<()> {
+        let Some(fall) = &self.plan.fall else {
+            return Ok(());
+        };
+        if (fall.rank, fall.step) != (self.number, step) {
+            return Ok(());
+        }
+        say(&Line::Falls)?;
+        let own = std::process::id().to_string();
+        let sent = Command::new("kill")
+            .args([format!("-{}", fall.signal), own])
+            .status()?;
+        Err(format!("it sent itself {} ({sent}) and goes on", fall.signal).into())
     }
 
     /// A trainer of fresh weights or of a checkpoint's, and the size of the vocabulary.

@@ -25,7 +25,7 @@ use serde_json::json;
 
 const VOCABULARY: usize = 61;
 const STEPS: usize = 20;
-const DEADLINE: Duration = Duration::from_secs(60);
+const DEADLINE: Duration = Duration::from_secs(600);
 /// Sequences of each micro-batch of a step; tokens of each sequence.
 const BATCHES: [(usize, usize); 5] = [(2, 5), (1, 7), (3, 4), (1, 5), (2, 6)];
 

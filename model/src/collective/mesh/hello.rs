@@ -117,17 +117,11 @@ pub(super) fn form(
 ) -> Result<Vec<Option<TcpStream>>, Error> {
     let begun = Instant::now();
     let size = identity.addresses.len();
-    let first = |rank: usize| {
-        Err(if rank < identity.rank {
-            "it was not tried".to_owned()
-        } else {
-            "it has not come".to_owned()
-        })
-    };
     let forming = Forming {
         identity,
         deadline: begun + patience,
-        places: Mutex::new((0..size).map(first).collect()),
+        // Of those before this one another reason is known after the first try.
+        places: Mutex::new((0..size).map(|_| Err("it has not come".to_owned())).collect()),
         is_over: AtomicBool::new(false),
         asked: AtomicUsize::new(0),
     };
@@ -188,16 +182,21 @@ impl Forming<'_> {
     /// Connects to `rank` until it is there.
     fn go_to(&self, rank: usize) {
         let address = self.identity.addresses.get(rank).map_or("", String::as_str);
-        while !self.is_over() {
+        let mut is_first = true;
+        loop {
             let tried = connect(address, self.deadline).and_then(|mut stream| {
                 self.greet(&mut stream, Some(rank), self.deadline)?;
                 Ok(stream)
             });
-            let is_there = tried.is_ok();
-            self.put(rank, tried);
-            if is_there {
+            let (is_there, is_over) = (tried.is_ok(), self.is_over());
+            // A try that the end cut short knows less than the one before it.
+            if is_there || is_first || !is_over {
+                self.put(rank, tried);
+            }
+            if is_there || is_over {
                 return;
             }
+            is_first = false;
             std::thread::sleep(PAUSE);
         }
     }
@@ -310,20 +309,76 @@ fn connect(address: &str, deadline: Instant) -> Result<TcpStream, String> {
     let resolved = address
         .to_socket_addrs()
         .map_err(|error| format!("no such address: {error}"))?;
-    let mut reason = "no such address".to_owned();
+    let mut reason = None;
     for socket in resolved {
         let left = deadline.saturating_duration_since(Instant::now()).min(TRY);
         if left.is_zero() {
+            reason.get_or_insert_with(|| "the time was over before it was tried".to_owned());
             break;
         }
         match TcpStream::connect_timeout(&socket, left) {
             // A port that nobody listens on can connect to itself.
             Ok(stream) if stream.local_addr().ok() == stream.peer_addr().ok() => {
-                "nobody listens there".clone_into(&mut reason);
+                reason = Some("nobody listens there".to_owned());
             }
             Ok(stream) => return Ok(stream),
-            Err(error) => reason = error.to_string(),
+            Err(error) => reason = Some(error.to_string()),
         }
     }
-    Err(reason)
+    Err(reason.unwrap_or_else(|| "no such address".to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+    use super::*;
+
+    fn forming<'a>(identity: &'a Identity, deadline: Instant) -> Forming<'a> {
+        Forming {
+            identity,
+            deadline,
+            places: Mutex::new(vec![Err(String::new()), Err(String::new())]),
+            is_over: AtomicBool::new(false),
+            asked: AtomicUsize::new(0),
+        }
+    }
+
+    /// Rank 1 of a gang whose rank 0 is at `first`.
+    fn second(first: &TcpListener) -> Identity {
+        Identity {
+            rank: 1,
+            addresses: vec![first.local_addr().unwrap().to_string(), String::new()],
+            generation: 4,
+            key: [0; 32],
+        }
+    }
+
+    #[test]
+    fn a_try_that_the_end_cuts_short_does_not_hide_why_the_one_before_it_failed() {
+        let first = TcpListener::bind("127.0.0.1:0").unwrap();
+        let identity = second(&first);
+        let forming = forming(&identity, Instant::now() + Duration::from_secs(600));
+        std::thread::scope(|scope| {
+            let went = scope.spawn(|| forming.go_to(0));
+            let (mut turned_away, _) = first.accept().unwrap();
+            turned_away.read_exact(&mut [0; HELLO]).unwrap();
+            drop(turned_away);
+            let (_unanswered, _) = first.accept().unwrap();
+            forming.is_over.store(true, Ordering::Release);
+            went.join().unwrap();
+        });
+        let why = forming.places.lock().unwrap().remove(0).unwrap_err();
+        assert_eq!(why, "it turned this rank away");
+    }
+
+    #[test]
+    fn a_rank_for_which_no_time_is_left_is_not_called_one_without_an_address() {
+        let first = TcpListener::bind("127.0.0.1:0").unwrap();
+        let identity = second(&first);
+        let forming = forming(&identity, Instant::now());
+        forming.go_to(0);
+        let why = forming.places.lock().unwrap().remove(0).unwrap_err();
+        assert_eq!(why, "the time was over before it was tried");
+    }
 }
