@@ -44,6 +44,8 @@ struct Running<'a> {
     /// What comes before the first of them.
     embedded: Tensor,
     layout: Layout,
+    /// Sequences that go through a block together: what a block needs for more has no room beside the states.
+    together: usize,
     /// Numbers of the layers removed, in order.
     removed: Vec<usize>,
     /// Of the removals that are tried.
@@ -66,9 +68,11 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &DepthOrder)
         );
         return Err(Error::Invalid { reason });
     }
+    let rows = blocks.plan(context).rows(architecture);
     let mut running = Running {
         context,
         blocks,
+        together: (rows / sequences.sequence_tokens.max(1)).max(1),
         embedded: blocks.runner().embed(&sequences.tokens)?,
         layout: Layout {
             sequences: sequences.len(),
@@ -142,10 +146,27 @@ impl Running<'_> {
 
     fn pass(&self, block: usize, weights: &BlockWeights, hidden: &mut Tensor) -> Result<()> {
         self.context.check_cancelled()?;
-        if let Some(whole) = self.blocks.architecture().blocks.get(block) {
-            let runner = self.blocks.runner();
-            *hidden = runner.block_with(&whole.shape, weights, hidden, self.layout)?;
+        let Some(whole) = self.blocks.architecture().blocks.get(block) else {
+            return Ok(());
+        };
+        let runner = self.blocks.runner();
+        let Layout { sequences, tokens } = self.layout;
+        let mut passed = Vec::new();
+        for first in (0..sequences).step_by(self.together) {
+            let piece = Layout {
+                sequences: self.together.min(sequences - first),
+                tokens,
+            };
+            let rows = hidden.narrow_rows(first * tokens, piece.sequences * tokens)?;
+            passed.push(runner.block_with(&whole.shape, weights, &rows, piece)?);
         }
+        *hidden = match passed.as_slice() {
+            [all] => all.clone(),
+            pieces => {
+                let pieces: Vec<&Tensor> = pieces.iter().collect();
+                self.context.operations.concatenate(&pieces)?
+            }
+        };
         Ok(())
     }
 
@@ -253,6 +274,49 @@ mod tests {
     use super::super::{Backend, Caches, Context};
     use super::*;
     use crate::data::shard::Sequences;
+
+    #[test]
+    fn sequences_go_through_a_block_in_pieces_as_they_do_together() {
+        let tiny = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples/tiny");
+        let source = tiny.to_str().unwrap().to_owned();
+        let reference = ParentRef {
+            fingerprint: Parent::open(&source).unwrap().fingerprint().unwrap(),
+            source,
+            permutation: None,
+        };
+        let directory = tempfile::tempdir().unwrap();
+        let store = BlockingStore::open(directory.path().join("store").to_str().unwrap()).unwrap();
+        let backend = Backend::open(Device::Cpu, None).unwrap();
+        let context = Context::new(&backend, &store, Box::new(|_| ()), Box::new(|| None));
+        let mut caches = Caches::default();
+        let held = caches.held(&context, &reference).unwrap();
+        let blocks = held.blocks();
+        let tokens: Vec<u32> = (0..5 * 16).map(|token| token * 7 % 1024).collect();
+        let finals = |together: usize| {
+            let running = Running {
+                context: &context,
+                blocks,
+                layers: layers(held.architecture()),
+                embedded: blocks.runner().embed(&tokens).unwrap(),
+                layout: Layout {
+                    sequences: 5,
+                    tokens: 16,
+                },
+                together,
+                removed: Vec::new(),
+                done: 0,
+                total: 0,
+            };
+            context.operations.download(&running.whole().unwrap()).unwrap()
+        };
+        let whole = finals(5);
+        for together in [1, 2, 4] {
+            let apart = finals(together);
+            assert_eq!(apart.len(), whole.len());
+            let far = apart.iter().zip(&whole).map(|(a, b)| (a - b).abs());
+            assert!(far.fold(0.0, f32::max) < 1e-4, "{together} together");
+        }
+    }
 
     #[test]
     fn a_streamed_parent_is_read_once_to_begin_with_and_once_for_each_removal() {
