@@ -43,7 +43,7 @@ class Client:
     def send(self, line):
         os.write(self.requests, line)
 
-    def line(self, timeout):
+    def line(self, timeout=300):
         """The next line of the helper's; None at its end."""
         until = time.monotonic() + timeout
         while b"\n" not in self.buffer:
@@ -73,7 +73,7 @@ class Client:
             return message["done"]
         raise EOFError(f"the helper ended with {self.process.wait()} before it answered {verb}")
 
-    def end(self, timeout=5):
+    def end(self, timeout=300):
         """Closes its input; the status it ends with."""
         if self.requests is not None:
             os.close(self.requests)

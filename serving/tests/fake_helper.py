@@ -14,7 +14,6 @@ Time passes as if it were slept. The environment says what else is different:
                        VERB may be `start`, before any request is read. WHAT is one of
                          hang          nothing more is said, and the end of input is not looked for
                          stall         signs of life go on, with nothing done
-                         slow          3 s with real progress, then as usual
                          die           killed by signal 9, after a first `progress`
                          killed        as the worker is left where the system did that for want of memory
                          exit          status 1 with a traceback on standard error
@@ -394,7 +393,8 @@ class FakeSession(Session):
             look_for_others()
         if what is None:
             return super().handle(request)
-        self.channel.stage("open")
+        if what != "hang":
+            self.channel.stage("open")
         misbehave(what, self.channel, request.id)
         answer = super().handle(request)
         if what == "half":
@@ -411,17 +411,15 @@ def misbehave(what, channel, number):
     """Does its worst; comes back where the request is then answered as usual."""
     if what == "hang":
         channel.lock.acquire()
+        # The end of input ends what is asked something.
         channel.id = None
+        channel.write({"id": number, "progress": {"stage": "open", "done": 0, "cpu_seconds": 0.0}})
         while True:
             time.sleep(1)
     elif what == "stall":
         while True:
             time.sleep(0.2)
             channel.write({"id": number, "progress": {"stage": "open", "done": 0, "cpu_seconds": 0.1}})
-    elif what == "slow":
-        for done in range(6):
-            time.sleep(0.5)
-            channel.stage("open", done + 1)
     elif what == "die":
         os.kill(os.getpid(), 9)
     elif what == "killed":

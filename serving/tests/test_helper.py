@@ -24,6 +24,9 @@ import espalier_vllm  # noqa: E402
 from espalier_vllm.helper import clock, device, engine, measure, memory, needs, prompts, requests  # noqa: E402
 from espalier_vllm.helper.failure import Failure  # noqa: E402
 
+# Seconds: longer than any of these may take.
+PATIENCE = 300
+
 FAKE = [sys.executable, str(HERE / "fake_helper.py"), "-m", "espalier_vllm.helper"]
 
 
@@ -69,7 +72,7 @@ class Helper(unittest.TestCase):
 
     def refused(self, kind, client, verb, **fields):
         with self.assertRaises(Refused) as caught:
-            client.ask(verb, 20, **fields)
+            client.ask(verb, **fields)
         self.assertEqual(caught.exception.kind, kind, str(caught.exception))
         return str(caught.exception)
 
@@ -107,11 +110,11 @@ class Lines(Helper):
         client = self.fake()
         for line in (b"\xff\xfe\n", b"{\n", b"[1]\n", b'{"memory":{}}\n', b"[" * 100_000 + b"\n"):
             client.send(line)
-            answer = client.line(10)
+            answer = client.line()
             self.assertIsNone(answer["id"])
             self.assertEqual(answer["error"]["kind"], "protocol")
         client.send(b'{"id":7,"memory":{},"close":{"engine":"a"}}\n')
-        self.assertEqual(client.line(10)["id"], 7)
+        self.assertEqual(client.line()["id"], 7)
         self.assertGreater(client.ask("memory")["held_bytes"], 0)
 
     def test_requests_are_refused_by_the_field_that_is_wrong(self):
@@ -133,8 +136,8 @@ class Lines(Helper):
         client = self.fake()
         for _ in range(17):
             client.send(b"x" * (1 << 20))
-        self.assertTrue(client.line(10)["error"]["fatal"])
-        self.assertEqual(client.process.wait(5), 3)
+        self.assertTrue(client.line()["error"]["fatal"])
+        self.assertEqual(client.process.wait(PATIENCE), 3)
 
     def test_without_descriptor_3_it_does_not_begin(self):
         command = [sys.executable, "-m", "espalier_vllm.helper"]
@@ -147,10 +150,8 @@ class Ends(Helper):
     def test_the_end_of_input_ends_it_in_the_middle_of_a_request(self):
         client = self.misbehaving("hello=stall")
         client.send(b'{"id":1,"hello":{"protocol":1}}\n')
-        client.line(10)
-        start = time.monotonic()
+        client.line()
         self.assertEqual(client.end(), -signal.SIGKILL)
-        self.assertLess(time.monotonic() - start, 5)
 
     def test_input_that_cannot_be_taken_is_told_and_ends_it_in_the_middle_of_a_request(self):
         request = b'{"id":10,"memory":{}}\n'
@@ -158,60 +159,71 @@ class Ends(Helper):
             client = self.misbehaving("memory=stall")
             client.ask("hello", protocol=1)
             client.send(b'{"id":9,"memory":{}}\n')
-            client.line(10)
+            client.line()
             for chunk in chunks:
                 client.send(chunk)
             said = []
-            while (line := client.line(20)) is not None:
+            while (line := client.line()) is not None:
                 said.append(line)
             refused = [line["error"] for line in said if "error" in line]
             self.assertEqual([(each["kind"], each["fatal"]) for each in refused], [("protocol", True)])
-            self.assertEqual(client.process.wait(20), -signal.SIGKILL)
+            self.assertEqual(client.process.wait(PATIENCE), -signal.SIGKILL)
 
     def test_what_it_started_ends_with_it(self):
         client = self.misbehaving("hello=orphan,memory=stall")
         client.ask("hello", protocol=1)
         client.send(b'{"id":9,"memory":{}}\n')
-        client.line(10)
+        client.line()
         client.end()
-        with self.assertRaises(ProcessLookupError):
-            for _ in range(50):
-                os.killpg(client.process.pid, 0)
-                time.sleep(0.1)
+        self.assertTrue(becomes(lambda: not running(client.process.pid)))
 
     def test_it_ends_when_its_parent_does(self):
         reader, writer = os.pipe()
         holder = os.pipe()
+        answers = os.pipe()
         middle = os.fork()
         if middle == 0:
-            # The grandparent keeps the input open, so that only the parent's death is left to see.
+            # The grandparent keeps the input and the answers open, so that only the parent's death is left to see.
             os.dup2(holder[0], 0)
             child = os.fork()
             if child == 0:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 3)
+                os.dup2(answers[1], 3)
                 os.setsid()
                 os.execve(sys.executable, FAKE, dict(os.environ))
             os.write(writer, str(child).encode())
-            time.sleep(1)
-            os._exit(0)
+            os.close(answers[1])
+            # It has seen who its parent is once it answers.
+            os._exit(0 if os.read(answers[0], 1) else 1)
         child = int(os.read(reader, 32))
-        os.waitpid(middle, 0)
-        self.assertTrue(gone_within(child, 5))
-        for each in (reader, writer, *holder):
+        os.close(answers[1])
+        os.write(holder[1], b'{"id":1,"hello":{"protocol":1}}\n')
+        self.assertEqual(os.waitpid(middle, 0), (middle, 0), "it answered")
+        self.assertTrue(becomes(lambda: not running(child)))
+        for each in (reader, writer, *holder, answers[0]):
             os.close(each)
 
 
-def gone_within(process, seconds):
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+def running(group):
+    """Processes of a group that have not ended, whether or not anybody has waited for them."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            state, _, of, *_ = stat.read_text(errors="replace").rsplit(")", 1)[1].split()
         except OSError:
-            return True
-        if state == "Z":
-            return True
+            continue
+        if int(of) == group and state not in "ZX":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def becomes(is_so):
+    """Whether something becomes so, in as long as a machine that others use too may take."""
+    until = time.monotonic() + PATIENCE
+    while not is_so():
+        if time.monotonic() >= until:
+            return False
         time.sleep(0.1)
-    return False
+    return True
 
 
 class Measures(Helper):
@@ -346,12 +358,12 @@ class Misbehaviour(Helper):
         with self.assertRaises(Refused) as caught:
             client.ask("memory")
         self.assertTrue(caught.exception.fatal)
-        self.assertEqual(client.process.wait(5), 3)
+        self.assertEqual(client.process.wait(PATIENCE), 3)
 
     def test_a_helper_that_hangs_stays_silent_even_at_the_end_of_input(self):
         client = self.misbehaving("hello=hang")
         client.send(b'{"id":1,"hello":{"protocol":1}}\n')
-        client.line(10)
+        client.line()
         with self.assertRaises(subprocess.TimeoutExpired):
             client.end(1.5)
         client.process.kill()
@@ -554,6 +566,7 @@ class WorksAhead(unittest.TestCase):
 
 
 class Pure(unittest.TestCase):
+    @unittest.skipUnless(memory.resident(), "the system does not say what is resident")
     def test_what_was_freed_is_given_back_to_the_system(self):
         taken = [b"x" * 60_000 for _ in range(3000)]
         last = b"x" * 60_000
@@ -713,17 +726,17 @@ class Pure(unittest.TestCase):
         until = time.monotonic() + 0.05
         while time.monotonic() < until:
             pass
-        self.assertTrue(0 <= host.busy_share(load) <= 1)
+        share = host.busy_share(load)
+        if share is None:
+            self.skipTest("the system does not say how busy its processors are")
+        self.assertTrue(0 <= share <= 1)
 
     def test_what_a_living_child_computes_is_counted(self):
         before = clock.group_seconds()
         spins = subprocess.Popen([sys.executable, "-c", "while True: pass"])
         self.addCleanup(spins.wait)
         self.addCleanup(spins.kill)
-        until = time.monotonic() + 20
-        while clock.group_seconds() < before + 0.2 and time.monotonic() < until:
-            time.sleep(0.1)
-        self.assertGreaterEqual(clock.group_seconds(), before + 0.2)
+        self.assertTrue(becomes(lambda: clock.group_seconds() >= before + 0.2))
 
     def test_what_a_living_child_has_waited_for_is_counted(self):
         spins = "import time\nwhile time.process_time() < 0.3: pass"
@@ -756,9 +769,7 @@ class Pure(unittest.TestCase):
             peak.start()
             peak.take()
             taken = bytearray(64 << 20)
-            until = time.monotonic() + 20
-            while not marked and peak.seen < memory.held() - (1 << 20) and time.monotonic() < until:
-                time.sleep(0.01)
+            self.assertTrue(becomes(lambda: marked or peak.seen >= memory.held() - (1 << 20)))
             del taken
             held, most = peak.take()
             self.assertGreater(most - held, 60 << 20)

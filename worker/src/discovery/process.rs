@@ -180,10 +180,8 @@ mod tests {
     fn a_process_that_hangs_in_the_driver_is_killed_and_not_waited_for() {
         let (said, sayings) = channel();
         let (end, ends) = channel();
-        let begun = Instant::now();
         let error = ended_within(Hanging(said, ends), Duration::from_millis(20)).unwrap_err();
         assert!(error.contains("the driver does not answer within 0 s"), "{error}");
-        assert!(begun.elapsed() < Duration::from_secs(30));
         assert_eq!(sayings.recv(), Ok("killed"));
         // By somebody else, who is not done before it ends.
         assert_eq!(sayings.recv(), Ok("waited for"));
@@ -197,7 +195,13 @@ mod tests {
         let child = Command::new("sleep").arg("1000").spawn().unwrap();
         let process = child.id();
         ended_within(child, Duration::from_millis(20)).unwrap_err();
-        assert!(!Path::new(&format!("/proc/{process}")).exists());
+        let path = format!("/proc/{process}");
+        // By somebody else, where that takes a moment.
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while Path::new(&path).exists() {
+            assert!(Instant::now() < deadline, "{path} is still there");
+            std::thread::sleep(LOOK);
+        }
     }
 
     #[test]

@@ -221,6 +221,19 @@ impl Device {
         &self.marker
     }
 
+    /// The device's child, once it is there.
+    pub async fn child(&self) -> i32 {
+        let child = async {
+            loop {
+                if let [child] = children_of(std::process::id(), &self.marker)[..] {
+                    return child;
+                }
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        timeout(PATIENCE, child).await.expect("it starts in time")
+    }
+
     /// Gives the device an attempt.
     pub async fn run(&self, attempt: u64, spec: &TaskSpec, gang: Option<Gang>) {
         self.give(attempt, serde_json::to_vec(spec).unwrap(), gang).await;

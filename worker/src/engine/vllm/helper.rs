@@ -465,3 +465,48 @@ impl Helper {
 fn is_time(milliseconds: f64) -> bool {
     milliseconds.is_finite() && milliseconds >= 0.0
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::super::tests::Whoever;
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(900);
+    const IDLE_PATIENCE: Duration = Duration::from_secs(600);
+
+    #[test]
+    fn one_that_gets_further_is_waited_for_and_one_that_only_works_or_only_lives_is_not() {
+        let long_ago = Instant::now().checked_sub(2 * PATIENCE).unwrap();
+        let whoever = Whoever::default();
+        let sign = |done, cpu_seconds| Progress {
+            stage: "open".to_owned(),
+            done,
+            cpu_seconds,
+        };
+        let after = |next: Progress| {
+            let mut watch = Watch {
+                surroundings: &whoever,
+                patience: PATIENCE,
+                moved: long_ago,
+                longest: Duration::ZERO,
+                idle_patience: IDLE_PATIENCE,
+                worked: long_ago,
+                last: Some(sign(3, 7.0)),
+                worked_at: 7.0,
+            };
+            watch.take(next);
+            // What was waited for too long is told by what it was waited for; the time without work alone once it moved.
+            let too_long = watch.too_long();
+            watch.moved = Instant::now();
+            (too_long, watch.too_long())
+        };
+        assert_eq!(after(sign(4, 7.0)), (None, None), "it gets further");
+        assert_eq!(after(sign(3, 8.0)), (Some(PATIENCE), None), "it works");
+        assert_eq!(
+            after(sign(3, 7.0)),
+            (Some(PATIENCE), Some(IDLE_PATIENCE)),
+            "it only says that it lives"
+        );
+    }
+}

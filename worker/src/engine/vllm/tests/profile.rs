@@ -25,6 +25,9 @@ pub(super) fn true_cost(subject: &RowSubject, point: Point) -> f64 {
 
 #[test]
 fn a_profile_gives_what_each_block_and_the_base_cost_and_what_the_table_is_true_for() {
+    if !has_python() {
+        return;
+    }
     let world = World::new(&[]);
     let profiled = world.profile().unwrap();
     assert_eq!(profiled.rows.len(), 5 * task().points.len());
@@ -50,6 +53,9 @@ fn a_profile_gives_what_each_block_and_the_base_cost_and_what_the_table_is_true_
 
 #[test]
 fn whatever_times_depend_on_is_in_their_key() {
+    if !has_python() {
+        return;
+    }
     let key = |variables: &[(&str, &str)]| {
         let world = World::new(variables);
         let mut vllm = Vllm::new(world.options.clone());
@@ -81,6 +87,9 @@ fn whatever_times_depend_on_is_in_their_key() {
 
 #[test]
 fn an_engine_of_more_threads_than_its_key_says_is_a_fault_of_the_environment() {
+    if !has_python() {
+        return;
+    }
     let world = World::new(&[("FAKE_VLLM_THREADS", "16")]);
     let crate::Error::Vllm(error) = world.profile().unwrap_err() else {
         panic!("another error");
@@ -93,6 +102,9 @@ fn an_engine_of_more_threads_than_its_key_says_is_a_fault_of_the_environment() {
 
 #[test]
 fn times_that_scatter_are_taken_more_often_and_their_scatter_is_told() {
+    if !has_python() {
+        return;
+    }
     let profiled = World::new(&[("FAKE_VLLM_NOISE", "0.3")]).profile().unwrap();
     let blocks = profiled
         .rows
@@ -113,6 +125,9 @@ fn expect_true_costs(profiled: &Profiled) {
 
 #[test]
 fn others_are_waited_for_and_no_time_beside_them_is_in_a_row() {
+    if !has_python() {
+        return;
+    }
     // As long as the pauses of one point last, and longer: the rest of a round is then taken beside them.
     for busy in ["9-16", "9-44"] {
         let world = World::new(&[("FAKE_VLLM_BUSY", busy)]);
@@ -130,6 +145,9 @@ fn others_are_waited_for_and_no_time_beside_them_is_in_a_row() {
 
 #[test]
 fn a_machine_that_others_do_not_leave_is_too_noisy_and_what_was_seen_is_said() {
+    if !has_python() {
+        return;
+    }
     for busy in ["5-", "2-"] {
         let error = World::new(&[("FAKE_VLLM_BUSY", busy)]).profile().unwrap_err();
         assert_eq!(error.failure().kind, FailureKind::TooNoisy, "{error}");
@@ -147,6 +165,9 @@ fn a_machine_that_others_do_not_leave_is_too_noisy_and_what_was_seen_is_said() {
 
 #[test]
 fn how_far_a_profile_is_is_told_over_all_its_groups_and_never_falls() {
+    if !has_python() {
+        return;
+    }
     let world = World::new(&[("FAKE_VLLM_ENGINES", "4")]);
     world.profile().unwrap();
     let told = world.whoever.told.borrow();
@@ -167,8 +188,13 @@ fn how_far_a_profile_is_is_told_over_all_its_groups_and_never_falls() {
 
 #[test]
 fn what_was_measured_stands_when_its_engines_cannot_be_closed() {
+    if !has_python() {
+        return;
+    }
     for wrong in ["close=fatal", "close=die", "close:2=hang"] {
         let world = World::new(&[("FAKE_VLLM", wrong), ("FAKE_VLLM_CUDA", "1")]);
+        // As long as the one that hangs is waited for, and no shorter than any other request may take.
+        let world = world.patient_for(Duration::from_secs(20));
         let mut vllm = Vllm::new(world.options.clone());
         let mut engine = vllm.engine(Precision::Bf16, &world.whoever).unwrap();
         engine.profile(&task()).unwrap();
@@ -184,6 +210,9 @@ fn what_was_measured_stands_when_its_engines_cannot_be_closed() {
 
 #[test]
 fn one_that_the_system_kills_is_started_again_with_fewer_engines() {
+    if !has_python() {
+        return;
+    }
     let log = tempfile::NamedTempFile::new().unwrap();
     let world = World::new(&[]);
     let once = world.directory.path().join("once");
@@ -211,6 +240,9 @@ fn one_that_the_system_kills_is_started_again_with_fewer_engines() {
 
 #[test]
 fn fewer_engines_are_open_at_once_where_there_is_no_room_for_all() {
+    if !has_python() {
+        return;
+    }
     let world = World::new(&[("FAKE_VLLM_ENGINES", "4")]);
     expect_true_costs(&world.profile().unwrap());
     let later = World::new(&[("FAKE_VLLM", "steps:9=out_of_memory")]);
@@ -234,6 +266,9 @@ fn fewer_engines_are_open_at_once_where_there_is_no_room_for_all() {
 
 #[test]
 fn on_a_gpu_rows_are_its_own_time_and_what_the_host_needs_stands_beside_them() {
+    if !has_python() {
+        return;
+    }
     let profiled = World::new(&[("FAKE_VLLM_CUDA", "1")]).profile().unwrap();
     assert_eq!(profiled.key.mode, Mode::Graphs);
     assert_eq!(profiled.key.device, "fake GPU");
@@ -254,6 +289,9 @@ fn on_a_gpu_rows_are_its_own_time_and_what_the_host_needs_stands_beside_them() {
 
 #[test]
 fn on_a_gpu_rounds_end_with_its_own_times_however_the_clock_scatters() {
+    if !has_python() {
+        return;
+    }
     let log = tempfile::NamedTempFile::new().unwrap();
     let world = World::new(&[
         ("FAKE_VLLM_CUDA", "1"),

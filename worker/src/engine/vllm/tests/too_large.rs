@@ -26,6 +26,9 @@ fn verbs_of(log: &Path) -> Vec<&'static str> {
 
 #[test]
 fn a_parent_without_room_leaves_rows_and_what_the_engine_needs() {
+    if !has_python() {
+        return;
+    }
     let log = tempfile::tempdir().unwrap();
     let path = log.path().join("requests");
     // Deeper than any stack, which the fake's cache of 1 MiB bounds.
@@ -118,6 +121,9 @@ fn a_model_that_takes_its_process_with_it_leaves_others_one() {
 
 #[test]
 fn a_candidate_is_served_alone_where_the_parent_has_no_room_or_none_beside_it() {
+    if !has_python() {
+        return;
+    }
     let smaller = smaller_than(&parent());
     let both = held_bytes(&parent()) + held_bytes(&smaller);
     // The fake has no norms, which are a few kilobytes.
@@ -142,6 +148,9 @@ fn a_candidate_is_served_alone_where_the_parent_has_no_room_or_none_beside_it() 
 
 #[test]
 fn what_is_counted_not_to_fit_is_not_tried() {
+    if !has_python() {
+        return;
+    }
     let log = tempfile::tempdir().unwrap();
     let path = log.path().join("requests");
     let world = World::new(&[("FAKE_VLLM_LOG", path.to_str().unwrap()), ("FAKE_VLLM_CUDA", "1")]);
