@@ -266,13 +266,13 @@ class Measures(Helper):
 
     def test_a_workload_keeps_its_concurrency_until_the_last_requests(self):
         workload = {"prompt_tokens": 20, "output_tokens": 10, "concurrency": 4}
-        answer = self.client.ask("serve", engine="a", workload=workload, requests=12)
+        answer = self.client.ask("serve", engine="a", workload=workload, requests=8)
         for key in ("first_token_ms", "per_token_ms", "end_to_end_ms"):
-            self.assertEqual(len(answer[key]), 12)
+            self.assertEqual(len(answer[key]), 8)
         self.assertEqual(answer["peak_running"], 4)
         self.assertEqual(answer["preemptions"], 0)
-        self.assertEqual(answer["steps"], 31)
-        self.assertAlmostEqual(answer["output_tokens_per_second"], 120 / answer["seconds"], delta=1)
+        self.assertEqual(answer["steps"], 21)
+        self.assertAlmostEqual(answer["output_tokens_per_second"], 80 / answer["seconds"], delta=1)
         alone = self.client.ask("serve", engine="a", workload={**workload, "output_tokens": 1}, requests=4)
         self.assertEqual(alone["per_token_ms"], [])
 
@@ -563,6 +563,37 @@ class WorksAhead(unittest.TestCase):
         served = measure.serve(self.engine, workload, 12, lambda *stage: None)
         self.assertEqual(len(served["end_to_end_ms"]), 12)
         self.assertEqual((served["peak_running"], served["preemptions"]), (4, 0))
+
+
+    def test_a_throughput_is_that_of_requests_that_end_one_after_another(self):
+        import fake_helper
+
+        workload = {"prompt_tokens": 20, "output_tokens": 40, "concurrency": 4}
+        served = measure.serve(self.inner, workload, 16, lambda *stage: None)
+        # In the course of 40 steps each of four requests ends once, and a prompt joins the step of the other three.
+        only = fake_helper.microseconds(self.inner.config, 4, 4 * 40)
+        joined = fake_helper.microseconds(self.inner.config, 3 + 20, 3 * 40 + 20 * 20)
+        expected = 1e6 * 4 * 40 / (36 * only + 4 * joined)
+        self.assertAlmostEqual(served["output_tokens_per_second"] / expected, 1, delta=0.02)
+        self.assertEqual(served["peak_running"], 4)
+        first, later = served["end_to_end_ms"][:4], served["end_to_end_ms"][4:]
+        self.assertTrue(all(one < other for one, other in zip(first, first[1:])), first)
+        self.assertLess(max(later) - min(later), 0.1 * max(later))
+        self.assertEqual(len(served["per_token_ms"]), 16)
+
+    def test_the_first_requests_are_shorter_only_where_there_are_enough_others(self):
+        steady = measure.Steady(12, 10, 4)
+        self.assertEqual([steady.output_of(request) for request in range(6)], [3, 5, 8, 10, 10, 10])
+        # Two tokens a second from the end of the fourth to that of the eighth.
+        for now, ended in ((1, 3), (2, 4), (3, 6), (4, 8), (5, 12)):
+            steady.step(now, 2, ended)
+        self.assertEqual(steady.tokens_per_second(), 2)
+        whole = measure.Steady(11, 10, 4)
+        self.assertEqual([whole.output_of(request) for request in range(4)], [10] * 4)
+        whole.begin(0)
+        whole.step(1, 30, 4)
+        whole.step(10, 80, 11)
+        self.assertEqual(whole.tokens_per_second(), 11)
 
 
 class Pure(unittest.TestCase):

@@ -436,24 +436,32 @@ impl CostModel {
         }
         let correction = self.corrections.turnover;
         let (courses, running) = (self.courses(), decode.times(correction));
+        // Each request's prompt joins one of the steps that it shares, several the same one where there are fewer steps. To
+        // a sequence that runs alone nothing joins.
+        let shared = match self.running {
+            1 => 0.0,
+            _ => courses.min(self.requests() / self.steps()),
+        };
+        let prompts = match joining {
+            Joining::Replaces if self.running > 1 => self.requests().min(courses * self.steps()),
+            _ => self.requests(),
+        };
         let mut joined = match time(self.prefill(1)) {
-            Ok(Some(alone)) => alone.times(correction * self.requests()),
+            Ok(Some(alone)) => alone.times(correction * prompts),
             // Without a prompt by itself, its share of the prompts together.
             Ok(None) | Err(Error::MissingRow { .. } | Error::Extrapolation { .. }) => {
                 first.times(correction * courses)
             }
             Err(error) => return Err(error),
         };
-        if joining == Joining::IsHidden {
+        if joining == Joining::IsHidden && self.running > 1 {
             joined = Sampled::default();
         }
-        // Each request's prompt joins one of the steps that it shares.
-        let of_joined = courses.min(self.requests() / self.steps());
         if joining != Joining::Replaces {
-            joined.add(&running, of_joined);
+            joined.add(&running, shared);
         }
         Ok(Timed {
-            steady: running.times(courses - of_joined),
+            steady: running.times(courses - shared),
             joined,
             ..timed
         })

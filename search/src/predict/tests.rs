@@ -480,6 +480,48 @@ fn a_prompt_joins_a_step_that_the_host_works_for_once() {
 }
 
 #[test]
+fn a_sequence_that_runs_alone_has_the_throughput_of_its_latency() {
+    let mut alone = floored();
+    alone.key.engine = "vllm".to_owned();
+    for row in &mut alone.rows {
+        let (Point::Prefill { sequences, .. } | Point::Decode { sequences, .. }) = &mut row.point;
+        *sequences = 1;
+    }
+    let workload = Workload {
+        concurrency: 1,
+        ..WORKLOAD
+    };
+    let costs = CostModel::new(&alone, &workload, &small(), f32(), None).unwrap();
+    let figures = costs.predict(&small()).unwrap().figures;
+    // Of five tokens: the host's 20 ms and four times 6.
+    close(figures.latency_ms, 44.0);
+    close(figures.throughput_tokens_per_second, 5_000.0 / 44.0);
+}
+
+#[test]
+fn the_host_works_once_for_a_step_that_several_prompts_join() {
+    let mut continuous = hosted(&[(Subject::HostFloor, 200.0, 60.0)]);
+    continuous.key.engine = "vllm".to_owned();
+    let mut alone = continuous.rows.clone();
+    alone.retain_mut(|row| match &mut row.point {
+        Point::Prefill { sequences, .. } => {
+            *sequences = 1;
+            true
+        }
+        Point::Decode { .. } => false,
+    });
+    continuous.rows.extend(alone);
+    let workload = Workload {
+        output_tokens: 2,
+        ..WORKLOAD
+    };
+    let costs = CostModel::new(&continuous, &workload, &small(), f32(), None).unwrap();
+    let figures = costs.predict(&small()).unwrap().figures;
+    // Both prompts join the only step that there is for two requests of two tokens.
+    close(figures.throughput_tokens_per_second, 4_000.0 / 200.0);
+}
+
+#[test]
 fn continuous_batching_shares_steps_among_those_that_run_and_counts_their_state_alone() {
     let mut continuous = times();
     continuous.key.engine = "vllm".to_owned();

@@ -171,11 +171,47 @@ PHASES = {"prefill": prefill, "decode": decode}
 
 
 class Course:
-    """One request of a workload: when it came, got its first token and ended, seconds."""
+    """One request of a workload: its output, when it came, got its first token and ended, seconds."""
 
-    def __init__(self, came):
-        self.came = came
+    def __init__(self, came, new_tokens):
+        self.came, self.new_tokens = came, new_tokens
         self.first = self.ended = None
+
+
+class Steady:
+    """The time in which as many requests run as can, each in another part of its course, and its tokens.
+
+    Requests that began together would end together, and so would all that come after them, as no server's do. So the
+    first ones are shorter, each by another part, and what counts begins when these have ended and ends when there is
+    nothing left to take a request's place. Where there are too few requests for that, all of them count.
+    """
+
+    def __init__(self, requests, new_tokens, together):
+        self.is_whole = requests < 3 * together
+        self.first, self.last = (0, requests) if self.is_whole else (together, requests - together)
+        self.new_tokens, self.together = new_tokens, together
+        self.tokens, self.began, self.ended = 0, None, None
+
+    def output_of(self, request):
+        if self.is_whole or request >= self.together:
+            return self.new_tokens
+        return -(-self.new_tokens * (request + 1) // self.together)
+
+    def begin(self, now):
+        if self.is_whole:
+            self.began = now
+
+    def step(self, now, tokens, ended):
+        """A step gave so many tokens; after it so many requests have ended in all."""
+        if self.began is not None and self.ended is None:
+            self.tokens += tokens
+        if self.began is None and ended >= self.first:
+            self.began = now
+        elif self.ended is None and ended >= self.last:
+            self.ended = now
+
+    def tokens_per_second(self):
+        return self.tokens / (self.ended - self.began)
 
 
 def serve(engine, workload, requests, stage):
@@ -184,14 +220,16 @@ def serve(engine, workload, requests, stage):
     # Blocks for all are not asked for: to run short of them, and how often, is an answer. Those beyond max_sequences wait.
     check_fits(engine.limits, 1, length + new_tokens, "workload")
     courses, ended, taken, peak = {}, 0, 0, 0
+    steady = Steady(requests, new_tokens, min(concurrency, engine.limits["max_sequences"]))
     preempted = engine.preempted()
     clock, load = engine.clock, engine.clock.load()
     start = clock.now()
+    steady.begin(start.wall)
     try:
         while ended < requests:
             while len(courses) - ended < concurrency and len(courses) < requests:
-                came = clock.now().wall
-                courses[engine.add(length, new_tokens)] = Course(came)
+                came, output = clock.now().wall, steady.output_of(len(courses))
+                courses[engine.add(length, output)] = Course(came, output)
             tokens, gone = engine.step()
             now = clock.now().wall
             taken += 1
@@ -201,12 +239,13 @@ def serve(engine, workload, requests, stage):
             for name in gone:
                 courses[name].ended = now
             ended += len(gone)
+            steady.step(now, sum(tokens.values()), ended)
             peak = max(peak, engine.running() + len(gone))
             stage("serve", taken)
         took = clock.now().since(start)
         return {
-            **request_times(courses.values(), new_tokens),
-            "output_tokens_per_second": round(requests * new_tokens / took.wall, 6),
+            **request_times(courses.values()),
+            "output_tokens_per_second": round(steady.tokens_per_second(), 6),
             "seconds": round(took.wall, 6),
             "cpu_seconds": round(took.cpu, 6),
             "busy": clock.busy_share(load),
@@ -218,11 +257,12 @@ def serve(engine, workload, requests, stage):
         engine.abort()
 
 
-def request_times(courses, new_tokens):
-    between = new_tokens - 1
+def request_times(courses):
     return {
         "first_token_ms": [milliseconds(each.first - each.came) for each in courses],
-        "per_token_ms": [milliseconds((each.ended - each.first) / between) for each in courses] if between else [],
+        "per_token_ms": [
+            milliseconds((each.ended - each.first) / (each.new_tokens - 1)) for each in courses if each.new_tokens > 1
+        ],
         "end_to_end_ms": [milliseconds(each.ended - each.came) for each in courses],
     }
 
