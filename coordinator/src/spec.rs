@@ -113,6 +113,12 @@ impl Device {
     }
 }
 
+/// The word that a spec uses for one of its choices.
+pub(crate) fn word(choice: &impl Serialize) -> String {
+    let value = serde_json::to_value(choice).unwrap_or_default();
+    value.as_str().unwrap_or_default().to_owned()
+}
+
 impl Target {
     /// The precision asked for, or that of the device.
     pub fn precision(&self) -> Precision {

@@ -109,9 +109,7 @@ impl TaskSpec {
             Self::Verify(_) => "verify",
         }
     }
-}
 
-impl TaskSpec {
     /// What runs the models it measures; our own where it measures none.
     pub fn engine(&self) -> Engine {
         match self {

@@ -80,6 +80,7 @@ impl Metric {
             Self::Latency | Self::FirstToken | Self::PerToken if value >= 10_000.0 => {
                 format!("{:.2} s", value / 1000.0)
             }
+            Self::Latency | Self::FirstToken | Self::PerToken if value < 10.0 => format!("{value:.3} ms"),
             Self::Latency | Self::FirstToken | Self::PerToken => format!("{value:.1} ms"),
             Self::Throughput => format!("{value:.1} tokens/s"),
             Self::Memory => format!("{:.1} MiB", value / 1024.0 / 1024.0),
@@ -453,6 +454,19 @@ mod tests {
             Err(Error::NoParentFigure {
                 metric: Metric::Memory
             })
+        );
+    }
+
+    #[test]
+    fn a_time_is_shown_with_digits_enough_to_tell_it_from_its_limit() {
+        let shown = |value: f64| Metric::PerToken.display(value);
+        assert_eq!(
+            (shown(2.12), shown(0.04)),
+            ("2.120 ms".to_owned(), "0.040 ms".to_owned())
+        );
+        assert_eq!(
+            (shown(768.04), shown(12_340.0)),
+            ("768.0 ms".to_owned(), "12.34 s".to_owned())
         );
     }
 }

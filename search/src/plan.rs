@@ -170,7 +170,7 @@ pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Option
         model,
         options,
     };
-    let (chosen, reachable, notes) = match asking.fit(&limits)? {
+    let (chosen, reachable, mut notes) = match asking.fit(&limits)? {
         Fitted::Impossible(impossible) => {
             let notes = impossible.notes();
             (None, impossible.limits, notes)
@@ -183,6 +183,11 @@ pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Option
             None => (None, Vec::new(), Vec::new()),
         },
     };
+    if unpriced > 0 {
+        notes.push(format!(
+            "{unpriced} scored variants have no time in this table and are left out"
+        ));
+    }
     Ok(Answer {
         target: target.table.key.clone(),
         workload: target.workload,
@@ -462,6 +467,11 @@ mod tests {
         };
         let answer = answer(&known(), &target, 0, &Options::default()).unwrap();
         assert_eq!(answer.unpriced, 3);
+        assert!(
+            answer.notes[0].starts_with("3 scored variants have no time"),
+            "{:?}",
+            answer.notes
+        );
         let chosen = answer.chosen.unwrap();
         let halved = Variant::Attention { kv_groups: 1 };
         assert!(!chosen.candidate.variants.contains(&halved));

@@ -17,7 +17,7 @@ pub(crate) fn print_outcome(outcome_json: &str, format: Format) -> anyhow::Resul
         Format::Json => print_json(&value()?),
         Format::Yaml => print(&yaml(&value()?)?),
         Format::Table | Format::Wide => {
-            if let Some(profiled) = profiled_only(outcome_json) {
+            if let Some(profiled) = ProfileOutcome::read(outcome_json) {
                 return table_rows(&KeptTable::from(profiled.cost_table)).print(How { format, quiet: false });
             }
             let outcome: Outcome =
@@ -30,16 +30,11 @@ pub(crate) fn print_outcome(outcome_json: &str, format: Format) -> anyhow::Resul
 /// The limits that the exported model was measured outside of; empty when it meets all of them, or when
 /// nothing is told of the outcome.
 pub(crate) fn missed_limits(outcome_json: &str) -> anyhow::Result<String> {
-    if outcome_json.is_empty() || profiled_only(outcome_json).is_some() {
+    if outcome_json.is_empty() || ProfileOutcome::read(outcome_json).is_some() {
         return Ok(String::new());
     }
     let outcome: Outcome = serde_json::from_str(outcome_json).context("the outcome cannot be read")?;
     Ok(LimitReport::missed(&outcome.limits))
-}
-
-/// The outcome of a job that was to measure its target and nothing else.
-fn profiled_only(outcome_json: &str) -> Option<ProfileOutcome> {
-    serde_json::from_str(outcome_json).ok()
 }
 
 fn outcome_table(outcome: &Outcome) -> String {

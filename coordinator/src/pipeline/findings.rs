@@ -61,7 +61,7 @@ impl Findings {
             Ok(outcome) => return Ok(Self::from(outcome)),
             Err(wrong) => wrong,
         };
-        if serde_json::from_str::<ProfileOutcome>(outcome).is_ok() {
+        if ProfileOutcome::read(outcome).is_some() {
             return Err(
                 "is of a job that measured its target and scored nothing; give the outcome of a job that scored, and this \
                  one's cost-table.json with --table"

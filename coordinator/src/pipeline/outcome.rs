@@ -86,6 +86,13 @@ pub struct ProfileOutcome {
     pub cost_table: CostTableFile,
 }
 
+impl ProfileOutcome {
+    /// Reads an outcome's JSON; none where it is of a job that did more.
+    pub fn read(outcome_json: &str) -> Option<Self> {
+        serde_json::from_str(outcome_json).ok()
+    }
+}
+
 /// The parent.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

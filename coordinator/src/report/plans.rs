@@ -17,6 +17,8 @@ pub(super) fn sections(answers: &[(String, Answer)]) -> String {
             Some(chosen) => choice(chosen),
             None => "<p>No candidate is inside the limits.</p>".to_owned(),
         };
+        let notes = answer.notes.iter().map(|note| format!("<p>{}</p>", escape(note)));
+        let content = content + &notes.collect::<String>();
         let _ = writeln!(
             body,
             "<section><h2>{}</h2><p class=\"soft\">{}, {} {}, {}</p>{content}</section>",

@@ -17,7 +17,7 @@ use crate::pipeline::{
 };
 use crate::report;
 use crate::scheduler::{Needs, Payload, StagePlan, TaskPlan};
-use crate::spec::JobSpec;
+use crate::spec::{JobSpec, word};
 
 /// The pipeline of this build.
 #[derive(Debug, Clone, Default)]
@@ -37,8 +37,8 @@ impl PipelinePlanner {
             if let TaskSpec::Profile(profile) = &mut task.spec {
                 profile.kept = tables.known(
                     profile,
-                    &name(&spec.target.precision()),
-                    &name(&spec.target.engine),
+                    &word(&spec.target.precision()),
+                    &word(&spec.target.engine),
                 );
             }
         }
@@ -58,17 +58,6 @@ impl PipelinePlanner {
             tracing::warn!(%error, "what was measured cannot be kept for later jobs");
         }
     }
-}
-
-/// The outcome of a job that was to measure its target and nothing else.
-fn profiled_only(outcome: &str) -> Option<ProfileOutcome> {
-    serde_json::from_str(outcome).ok()
-}
-
-/// The word that a spec uses.
-fn name(value: &impl Serialize) -> String {
-    let value = serde_json::to_value(value).unwrap_or_default();
-    value.as_str().unwrap_or_default().to_owned()
 }
 
 /// What a job that has not ended has found out.
@@ -111,7 +100,7 @@ impl Planner for PipelinePlanner {
 
     fn write_report(&self, outcome: &str, directory: &Path) -> Result<(), String> {
         let cannot = |error| format!("cannot write the report to `{}`: {error}", directory.display());
-        if let Some(profiled) = profiled_only(outcome) {
+        if let Some(profiled) = ProfileOutcome::read(outcome) {
             return report::write_profile(&profiled, directory).map_err(cannot);
         }
         let mut outcome: Outcome = read("the job's outcome", outcome)?;
@@ -122,7 +111,7 @@ impl Planner for PipelinePlanner {
 
     fn finish(&self, outcome: &str, output: &Path) -> Result<(), String> {
         // Nothing was exported, so nothing has grown there yet.
-        if profiled_only(outcome).is_some() && !output.exists() {
+        if ProfileOutcome::read(outcome).is_some() && !output.exists() {
             let partial = outcome::partial(output);
             std::fs::create_dir_all(&partial)
                 .map_err(|error| format!("cannot make `{}`: {error}", partial.display()))?;

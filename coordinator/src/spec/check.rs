@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use super::{CostTableSource, Engine, JobSpec, KvGroups, Recovery, SpecError, cost_table};
+use super::{CostTableSource, Engine, JobSpec, KvGroups, Recovery, SpecError, cost_table, word};
 
 /// A workload beyond this is a mistake of units rather than a wish.
 const MOST_TOKENS: usize = 16 << 20;
@@ -102,12 +102,7 @@ impl JobSpec {
         }
         let (found, computed) = (self.target.precision(), self.target.device.precision());
         if self.target.engine == Engine::Builtin && found != computed {
-            let word = |value: serde_json::Value| value.as_str().unwrap_or_default().to_owned();
-            let (device, found, expected) = (
-                word(serde_json::json!(self.target.device)),
-                word(serde_json::json!(found)),
-                word(serde_json::json!(computed)),
-            );
+            let (device, found, expected) = (word(&self.target.device), word(&found), word(&computed));
             let message = format!(
                 "found {found}, expected {expected}, in which the built-in engine computes on {device}"
             );

@@ -13,7 +13,7 @@ use espalier_search::Workload;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 
-use super::{JobSpec, SpecError, Target};
+use super::{JobSpec, SpecError, Target, word};
 use crate::cost_tables::{KeptParent, KeptTable};
 
 /// Version of [`CostTableFile`]'s form. 2 tells parallelism, mode and the engine's memory, and may have the host's
@@ -150,18 +150,9 @@ pub(super) fn fits(table: &CostTableFile, target: &Target) -> Result<(), SpecErr
         )));
     }
     let key = &table.profile.key;
-    let word = |value: Value| value.as_str().unwrap_or_default().to_owned();
     let compared = [
-        (
-            "engine",
-            key.engine.clone(),
-            word(serde_json::json!(target.engine)),
-        ),
-        (
-            "precision",
-            key.precision.clone(),
-            word(serde_json::json!(target.precision())),
-        ),
+        ("engine", key.engine.clone(), word(&target.engine)),
+        ("precision", key.precision.clone(), word(&target.precision())),
         ("workload", load(&table.workload), load(&target.workload)),
     ];
     match compared.into_iter().find(|(_, found, wanted)| found != wanted) {

@@ -170,7 +170,8 @@ impl CostModel {
             needs_attention: table.key.needs_attention(),
             ranks: table.key.parallelism,
             hidden: parent.hidden,
-            memory: memory.paged(table.memory.as_ref()),
+            // The built-in engine has no pages and keeps what lies behind a window: only its overhead is measured.
+            memory: memory.paged(table.memory.as_ref().filter(|_| table.key.batches_continuously())),
             other_memory_bytes: 0.0,
             corrections: Corrections::default(),
             host: None,
@@ -570,4 +571,43 @@ fn bytes(count: u64) -> f64 {
 #[allow(clippy::cast_precision_loss)] // far below 2^53
 pub fn parameters(shape: &BlockShape, hidden: usize) -> f64 {
     shape.parameters(hidden) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::fixtures::{f32, small, table};
+
+    #[test]
+    fn what_lies_behind_a_window_is_given_up_by_an_engine_that_pages_and_kept_by_the_built_in_one() {
+        let mut table = table(&[]);
+        table.memory = Some(crate::EngineMemory {
+            overhead_bytes: 7,
+            block_tokens: 1,
+            spare_blocks: 0,
+            steps_under_way: 1,
+        });
+        let mut parent = small();
+        for block in &mut parent.blocks {
+            if let BlockShape::Attention(attention) = &mut block.shape {
+                attention.sliding_window = Some(4);
+            }
+        }
+        let long = Workload {
+            prompt_tokens: 10,
+            output_tokens: 1000,
+            concurrency: 2,
+        };
+        let counted = |table: &CostTable| {
+            let model = CostModel::new(table, &long, &parent, f32(), None).unwrap();
+            model.counted_bytes(&parent, &long).unwrap() - 7.0
+        };
+        let whole = bytes(f32().counted_bytes(&parent, &long));
+        assert_eq!(counted(&table), whole);
+        table.key.engine = "vllm".to_owned();
+        // Of 1010 tokens 3 and a step of 256, and the page that the window begins in the middle of: 260, in 3 blocks of 128
+        // bytes a token, of 2 sequences.
+        assert_eq!(counted(&table), whole - f64::from((1010 - 260) * 3 * 128 * 2));
+    }
 }
