@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use espalier_proto::v1::JobState;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -29,6 +29,8 @@ const EARLY_ONE_IN: u32 = 10;
 /// With so many kills some must have.
 const EARLY_FROM: usize = 100;
 const END: Duration = Duration::from_secs(300);
+/// Workers that write nothing down for so long are at rest.
+pub(crate) const REST: Duration = Duration::from_secs(3);
 
 /// What a run is to do.
 #[derive(Debug, Clone, Copy)]
@@ -166,25 +168,29 @@ async fn kill(rig: &mut Rig, story: &Story, plan: Plan, progress: impl Fn(usize)
             ended.message
         );
     }
-    settle(rig).await?;
+    let report = settle(rig, &jobs, story, plan).await?;
     let early = rig.unfinished_starts()?;
-    let report = judge(&rig.ledger()?, &jobs, story, plan)?;
     Ok(Report { early, ..report })
 }
 
-/// Waits until the workers have said and heard everything.
-async fn settle(rig: &Rig) -> Result<()> {
+/// Waits until the workers have said and heard everything, and judges what they have written down. A worker that gets
+/// no processor is at rest too: while an acknowledgement is missing it is waited for.
+async fn settle(rig: &Rig, jobs: &BTreeMap<String, String>, story: &Story, plan: Plan) -> Result<Report> {
     let start = Instant::now();
     let mut before = 0;
-    while start.elapsed() < END {
-        let entries = rig.ledger()?.len();
-        if entries == before {
-            return Ok(());
+    loop {
+        let ledger = rig.ledger()?;
+        let is_over = start.elapsed() >= END;
+        if ledger.len() == before {
+            let report = judge(&ledger, jobs, story, plan)?;
+            if report.missing == 0 || is_over {
+                return Ok(report);
+            }
         }
-        before = entries;
-        tokio::time::sleep(Duration::from_secs(3)).await;
+        ensure!(!is_over, "the workers do not come to rest");
+        before = ledger.len();
+        tokio::time::sleep(REST).await;
     }
-    bail!("the workers do not come to rest")
 }
 
 fn judge(ledger: &[Entry], jobs: &BTreeMap<String, String>, story: &Story, plan: Plan) -> Result<Report> {

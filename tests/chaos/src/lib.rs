@@ -2,7 +2,8 @@
 //!
 //! - [`errand`]: what a stand-in task does, carried in the spec of a real task, and its planner [`story`].
 //! - [`ledger`]: what happened, as the processes themselves wrote it down; a kill loses nothing of it.
-//! - [`process`], [`proxy`], [`rig`]: processes to kill and stop, wires to cut, and a cluster of both.
+//! - [`process`], [`port`], [`proxy`], [`rig`]: processes to kill and stop, ports they come back to, wires to cut, and
+//!   a cluster of all.
 //! - [`kill`]: the coordinator killed again and again under working workers.
 //! - [`lost`]: a coordinator whose node is gone, and its successor.
 //! - [`tiny`], [`small_disk`] and [`upset`]: the whole pipeline by the real program, upset in every way.
@@ -13,6 +14,7 @@ pub mod errand;
 pub mod kill;
 pub mod ledger;
 pub mod lost;
+pub mod port;
 pub mod process;
 pub mod proxy;
 pub mod rig;

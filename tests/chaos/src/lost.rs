@@ -6,11 +6,12 @@
 //! any more, and counts to that interval.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, ensure};
 use espalier_proto::v1::JobState;
 
+use crate::kill::REST;
 use crate::ledger::{Entry, What};
 use crate::rig::Rig;
 use crate::story::Story;
@@ -106,8 +107,15 @@ async fn lose(rig: &mut Rig, story: &Story, asleep: bool) -> Result<Report> {
         "the job has not succeeded: {}",
         ended.message
     );
-    tokio::time::sleep(Duration::from_secs(3)).await;
-    judge(&rig.ledger()?, story, lost_at, served_until)
+    let settles = Instant::now();
+    loop {
+        tokio::time::sleep(REST).await;
+        let report = judge(&rig.ledger()?, story, lost_at, served_until)?;
+        // A worker that gets no processor is at rest too: while an acknowledgement is missing it is waited for.
+        if report.missing == 0 || settles.elapsed() >= END {
+            return Ok(report);
+        }
+    }
 }
 
 fn now() -> Result<u64> {

@@ -185,17 +185,14 @@ mod tests {
             let (mut coordinator, _) = listener.accept().unwrap();
             coordinator.read_exact(&mut [0; 5]).unwrap();
             proxy.cut_one_way(way);
-            let mut heard = [(&mut coordinator, &mut worker)]
-                .into_iter()
-                .flat_map(|(up, down)| {
-                    down.write_all(b"x").unwrap();
-                    up.write_all(b"x").unwrap();
-                    [up, down].map(|end| {
-                        end.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
-                        end.read_exact(&mut [0]).is_ok()
-                    })
-                });
-            assert_eq!([heard.next().unwrap(), heard.next().unwrap()], passes, "{way:?}");
+            worker.write_all(b"x").unwrap();
+            coordinator.write_all(b"x").unwrap();
+            for (end, hears) in [&mut coordinator, &mut worker].into_iter().zip(passes) {
+                // What comes may come late on a busy machine; what does not is not waited for as long.
+                let patience = Duration::from_millis(if hears { 60_000 } else { 500 });
+                end.set_read_timeout(Some(patience)).unwrap();
+                assert_eq!(end.read_exact(&mut [0]).is_ok(), hears, "{way:?}");
+            }
         }
     }
 }

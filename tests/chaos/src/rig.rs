@@ -2,7 +2,6 @@
 //! on a wire, and a client that outlives both.
 
 use std::fs;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -13,6 +12,7 @@ use espalier_proto::v1::{Job, JobState, submit_request::Spec};
 use tempfile::TempDir;
 
 use crate::ledger::{self, Entry};
+use crate::port;
 use crate::process::{Process, program};
 use crate::proxy::Proxy;
 use crate::story::Story;
@@ -50,7 +50,7 @@ impl Rig {
         let place = tempfile::Builder::new().prefix("espalier-chaos-").tempdir()?;
         fs::create_dir(place.path().join("parent"))?;
         fs::write(place.path().join("text.txt"), "some text\n")?;
-        let port = free_port()?;
+        let port = port::reserve()?;
         let mut rig = Self {
             wire: Proxy::start(port)?,
             place,
@@ -87,7 +87,7 @@ impl Rig {
     /// When no port is free.
     pub fn move_on(&mut self) -> Result<Option<Process>> {
         self.disks += 1;
-        self.port = free_port()?;
+        self.port = port::reserve()?;
         self.wire.retarget(self.port);
         Ok(self.coordinator.take())
     }
@@ -98,7 +98,7 @@ impl Rig {
     /// When it cannot be started.
     pub fn start_old_coordinator(&self, disk: usize) -> Result<Process> {
         let data_dir = self.path(&format!("data-{disk}"));
-        let mut command = self.coordinator_command(&data_dir, free_port()?)?;
+        let mut command = self.coordinator_command(&data_dir, port::reserve()?)?;
         Process::start(&mut command, &self.path("old-coordinator.log"))
     }
 
@@ -291,8 +291,4 @@ fn is_passing(error: &espalier_coordinator::Error) -> bool {
         error,
         Error::Unreachable { .. } | Error::Timeout { .. } | Error::Stopping | Error::Internal(_)
     )
-}
-
-fn free_port() -> Result<u16> {
-    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }

@@ -5,7 +5,7 @@
 
 use std::fs;
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -16,6 +16,7 @@ use espalier_coordinator::client::Client;
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::port;
 use crate::process::{Process, program};
 use crate::proxy::Proxy;
 use crate::small_disk::SmallDisk;
@@ -69,7 +70,7 @@ impl Cluster {
     }
 
     fn start_in(place: TempDir, disk: Option<SmallDisk>, workers: usize) -> Result<Self> {
-        let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+        let port = port::reserve()?;
         let mut cluster = Self {
             coordinator: None,
             workers: Vec::new(),

@@ -14,7 +14,8 @@ use crate::tiny::{Cluster, WORKER_LOST, running, write_spec};
 const HANDED_ON: Duration = Duration::from_secs(2);
 /// How long the stages before training may take.
 const TRAINING: Duration = Duration::from_secs(300);
-/// A stage that was over sooner may have been missed: it may never have been seen to run.
+/// A stage that was over sooner may have been missed: it may never have been seen to run. Nor may one that was over
+/// between two looks, where the machine let more time pass between them.
 const SHORT: Duration = Duration::from_millis(500);
 /// How long a coordinator may take to see that its disk is full: it does when it has something to write.
 const NOTICED: Duration = Duration::from_secs(60);
@@ -108,9 +109,11 @@ pub fn run(upset: Upset, specs: &Path) -> Result<Outcome> {
         Cluster::start(2)?
     };
     cluster.submit(&spec)?;
-    let mut mischief = Mischief::default();
+    let mut mischief = Mischief::new();
     let job = cluster.follow(|cluster, job| mischief.make(upset, cluster, job))?;
+    mischief.has_looked();
     mischief.put_right(&mut cluster)?;
+    let short = SHORT.max(mischief.longest_gap * 2);
     let mut outcome = Outcome {
         checkpoint: cluster.checkpoint()?,
         faults: mischief.faults,
@@ -126,7 +129,7 @@ pub fn run(upset: Upset, specs: &Path) -> Result<Outcome> {
         if mischief.hit.contains(name) {
             continue;
         }
-        if took < SHORT {
+        if took < short {
             outcome.too_short += 1;
         } else {
             outcome.spared.push(name.to_owned());
@@ -154,17 +157,37 @@ pub fn wait_for_training(cluster: &mut Cluster) -> Result<()> {
     bail!("training has not begun within {TRAINING:?}")
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Mischief {
     /// Stages that ran as a fault was made, or while one lasted.
     hit: BTreeSet<String>,
     faults: usize,
     /// What is out of order, and since when.
     open: Option<(Upset, usize, Instant)>,
+    /// The last look at the job.
+    looked: Instant,
+    /// The longest time between two looks in which the job could get on.
+    longest_gap: Duration,
 }
 
 impl Mischief {
+    fn new() -> Self {
+        Self {
+            hit: BTreeSet::new(),
+            faults: 0,
+            open: None,
+            looked: Instant::now(),
+            longest_gap: Duration::ZERO,
+        }
+    }
+
+    fn has_looked(&mut self) {
+        self.longest_gap = self.longest_gap.max(self.looked.elapsed());
+        self.looked = Instant::now();
+    }
+
     fn make(&mut self, upset: Upset, cluster: &mut Cluster, job: &Value) -> Result<()> {
+        self.has_looked();
         let stages = running(job);
         if let Some((_, _, since)) = self.open {
             self.hit.extend(stages);
@@ -187,13 +210,18 @@ impl Mischief {
             Upset::Nothing | Upset::ChildKilled => {}
             Upset::WorkerKilled => cluster.kill_worker(number)?,
             Upset::CoordinatorKilled => cluster.kill_coordinator()?,
-            Upset::CoordinatorStopped => cluster.stop_coordinator(WORKER_LOST + HANDED_ON)?,
+            Upset::CoordinatorStopped => {
+                cluster.stop_coordinator(WORKER_LOST + HANDED_ON)?;
+                // No stage began or ended meanwhile, nor on a full disk.
+                self.looked = Instant::now();
+            }
             Upset::DiskFull => {
                 let noticed = cluster.fill_disk(NOTICED)?;
                 ensure!(
                     noticed,
                     "the coordinator has not seen within {NOTICED:?} that its disk is full"
                 );
+                self.looked = Instant::now();
             }
             Upset::WorkerStopped => {
                 if let Some(Some(worker)) = cluster.workers.get(number) {

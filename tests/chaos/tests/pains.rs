@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use espalier_chaos::ledger::What;
-use espalier_chaos::process::program;
+use espalier_chaos::process::{Process, program};
 use espalier_chaos::rig::Rig;
 use espalier_chaos::story::Story;
 use espalier_proto::v1::JobState;
@@ -26,8 +26,9 @@ fn story(millis: u64, busy: bool) -> Story {
 
 #[tokio::test]
 async fn a_worker_busy_with_every_processor_is_not_given_up() {
-    // Its only errand takes a seventh of this, and three times as long as a silent worker is waited for.
-    let rig = Rig::start(story(42_000, true), 1, Duration::from_secs(2), false).unwrap();
+    // Its only errand takes a seventh of this, and three times as long as a silent worker is waited for. That is sixteen
+    // of its heartbeats, so that a machine that others use too holds none up for as long.
+    let rig = Rig::start(story(168_000, true), 1, Duration::from_secs(8), false).unwrap();
     let id = rig.submit("job0").await.unwrap();
     let ended = rig.end_of(&id, END).await.unwrap();
     assert_eq!(ended.state(), JobState::Succeeded, "{}", ended.message);
@@ -54,19 +55,10 @@ async fn waiting_for_a_job_that_failed_does_not_exit_as_if_it_had_succeeded() {
     );
 }
 
-/// The device's child, and what it started.
-fn at_work(worker: u32) -> Option<i32> {
-    let group = children_of(worker).first().copied()?;
+/// The group of the device's child, once what it started runs too.
+fn at_work(worker: &Process) -> Option<i32> {
+    let group = worker.children().unwrap().first().copied()?;
     (processes_of_group(group).len() == 2).then_some(group)
-}
-
-fn children_of(parent: u32) -> Vec<i32> {
-    let children = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children"));
-    let children = children.unwrap_or_default();
-    children
-        .split_whitespace()
-        .filter_map(|id| id.parse().ok())
-        .collect()
 }
 
 async fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
@@ -88,8 +80,7 @@ async fn cancelling_a_job_leaves_no_process_on_its_device() {
     };
     let mut rig = Rig::start(story, 1, Duration::from_secs(30), false).unwrap();
     let id = rig.submit("job0").await.unwrap();
-    let worker = rig.worker(0).unwrap().id();
-    let group = wait_for("a child and its own process", || at_work(worker)).await;
+    let group = wait_for("a child and its own process", || at_work(rig.worker(0)?)).await;
     rig.client().await.unwrap().cancel(&id, "enough").await.unwrap();
     let ended = rig.end_of(&id, END).await.unwrap();
     assert_eq!(ended.state(), JobState::Cancelled, "{}", ended.message);
@@ -107,8 +98,7 @@ async fn a_worker_whose_name_another_process_takes_ends_with_all_it_runs() {
     };
     let mut rig = Rig::start(story, 1, Duration::from_secs(30), false).unwrap();
     rig.submit("job0").await.unwrap();
-    let worker = rig.worker(0).unwrap().id();
-    let group = wait_for("a child and its own process", || at_work(worker)).await;
+    let group = wait_for("a child and its own process", || at_work(rig.worker(0)?)).await;
     let rival = rig.start_rival(0).unwrap();
     let ended = wait_for("the older one ends", || rig.worker(0)?.ended().unwrap()).await;
     assert!(!ended.success(), "it says that it was not asked to end");
@@ -116,5 +106,5 @@ async fn a_worker_whose_name_another_process_takes_ends_with_all_it_runs() {
         processes_of_group(group).is_empty().then_some(())
     })
     .await;
-    wait_for("its successor does the work", || at_work(rival.id())).await;
+    wait_for("its successor does the work", || at_work(&rival)).await;
 }
