@@ -1,69 +1,14 @@
 //! Coordinator, worker and client as separate processes, on the tiny parent.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod kit;
+
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
 
+use kit::{Process, endpoint_of, wait_for};
 use serde_json::Value;
-
-/// Longer than anything here takes on a busy machine; only a failure waits for it.
-const DEADLINE: Duration = Duration::from_secs(300);
-
-/// A process that does not outlive the test.
-struct Process {
-    child: Child,
-    log: PathBuf,
-}
-
-impl Process {
-    fn start(arguments: &[&str], log: PathBuf) -> Self {
-        Self::printing(arguments, Stdio::null(), log)
-    }
-
-    fn printing(arguments: &[&str], output: impl Into<Stdio>, log: PathBuf) -> Self {
-        let child = Command::new(env!("CARGO_BIN_EXE_espalier"))
-            .args(arguments)
-            .stdin(Stdio::null())
-            .stdout(output)
-            .stderr(File::create(&log).unwrap())
-            .spawn()
-            .unwrap();
-        Self { child, log }
-    }
-
-    fn log(&self) -> String {
-        fs::read_to_string(&self.log).unwrap()
-    }
-
-    /// Sends SIGTERM and waits for the end.
-    fn terminate(&mut self) -> ExitStatus {
-        let id = libc::pid_t::try_from(self.child.id()).unwrap();
-        // SAFETY: kill touches no memory; the child has not been waited for, so the id is its own.
-        assert_eq!(unsafe { libc::kill(id, libc::SIGTERM) }, 0);
-        self.child.wait().unwrap()
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// Asks until there is an answer.
-fn wait_for<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
-    let start = Instant::now();
-    loop {
-        if let Some(answer) = ask() {
-            return answer;
-        }
-        assert!(start.elapsed() < DEADLINE, "{what}: not within {DEADLINE:?}");
-        std::thread::sleep(Duration::from_millis(50));
-    }
-}
 
 fn write_spec(directory: &Path) -> PathBuf {
     let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples");
@@ -76,7 +21,7 @@ target:
   workload: {{prompt_tokens: 16, output_tokens: 4}}
   limits: {{block_parameters: 60%}}
 search: {{mlp_grid: 64, strategies: [heterogeneous]}}
-budget: {{sequence_tokens: 64, calibration_tokens: 1024, scoring_tokens: 512, recovery_tokens: 32768,
+budget: {{sequence_tokens: 64, calibration_tokens: 1024, scoring_tokens: 512, recovery_tokens: 131072,
   validation_tokens: 1024}}
 "
     );
@@ -114,12 +59,7 @@ fn a_worker_told_to_end_hands_its_work_back_and_another_takes_the_job_on() {
         &text("state"),
     ];
     let mut coordinator = Process::start(&coordinator, path("coordinator.log"));
-    let endpoint = wait_for("the coordinator's address", || {
-        let log = coordinator.log();
-        let digits = log.split_once("127.0.0.1:")?.1;
-        let end = digits.find(|character: char| !character.is_ascii_digit())?;
-        Some(format!("http://127.0.0.1:{}", &digits[..end]))
-    });
+    let endpoint = endpoint_of(&coordinator);
     let start_worker = |name: &str| {
         let arguments = [
             "worker",
@@ -173,12 +113,12 @@ fn a_worker_told_to_end_hands_its_work_back_and_another_takes_the_job_on() {
         let text = String::from_utf8(ended.stdout).unwrap();
         (ended.status.code(), text)
     };
+    // However long these take, they are asked while it goes on, or it is over.
+    let is_over = || stage(&job(&endpoint), "recover").unwrap()["state"] == "done";
     assert_eq!(said(&["worker", "list", "-q"]), (Some(0), "first\n".to_owned()));
     let (code, table) = said(&["worker", "get", "first"]);
-    assert!(
-        code == Some(0) && table.contains("DEVICE") && table.contains("job-1"),
-        "{table}"
-    );
+    assert!(code == Some(0) && table.contains("DEVICE"), "{table}");
+    assert!(table.contains("job-1") || is_over(), "{table}");
     assert_eq!(said(&["worker", "get", "nobody"]).0, Some(3));
     let (code, tasks) = said(&["task", "list", "job-1", "--stage", "recover", "-o", "json"]);
     assert_eq!(code, Some(0));
@@ -188,11 +128,11 @@ fn a_worker_told_to_end_hands_its_work_back_and_another_takes_the_job_on() {
     assert!(code == Some(0) && table.contains("ATTEMPT"), "{table}");
     let (code, events) = said(&["job", "events", "job-1"]);
     assert!(code == Some(0) && events.contains("ingest"), "{events}");
-    assert_eq!(
-        said(&["job", "pause", "job-1", "-q"]),
-        (Some(0), "job-1\n".to_owned())
-    );
-    assert_eq!(said(&["job", "resume", "job-1", "-q"]).0, Some(0));
+    let paused = said(&["job", "pause", "job-1", "-q"]);
+    let resumed = said(&["job", "resume", "job-1", "-q"]).0;
+    let is_kept = (paused.0, paused.1.as_str(), resumed) == (Some(0), "job-1\n", Some(0));
+    let has_ended = || job(&endpoint)["finished_unix_ms"].as_u64() > Some(0);
+    assert!(is_kept || has_ended(), "{paused:?}, then {resumed:?}");
 
     let mut following_task = follow(&["task", "logs", &task], "task-lines");
     let ended = first.terminate();

@@ -1,13 +1,16 @@
 //! One trace a job, through coordinator, worker and child, as a collector receives it.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod kit;
+
 use std::collections::BTreeSet;
 use std::net::TcpListener as Listener;
-use std::path::Path;
-use std::process::Command;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use kit::{DEADLINE, Process, endpoint_of, espalier};
 use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
     TraceService, TraceServiceServer,
 };
@@ -18,9 +21,6 @@ use opentelemetry_proto::tonic::common::v1::any_value::Value;
 use opentelemetry_proto::tonic::trace::v1::Span;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status};
-
-/// Longer than anything here takes on a busy machine; only a failure waits for it.
-const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Hands on every span with the name of the service that sent it.
 struct Collector(mpsc::Sender<(String, Span)>);
@@ -62,8 +62,8 @@ fn collector(runtime: &tokio::runtime::Runtime) -> (String, mpsc::Receiver<(Stri
     (endpoint, spans)
 }
 
-/// Runs a job that ends soon: its parent is none.
-fn run_a_job(directory: &Path, endpoint: &str) -> (i32, Duration) {
+/// The spec of a job that fails at its first task: its parent is none.
+fn write_spec(directory: &Path) -> PathBuf {
     let at = directory.display();
     std::fs::create_dir_all(directory.join("parent")).unwrap();
     std::fs::write(directory.join("parent/config.json"), "{}").unwrap();
@@ -74,72 +74,109 @@ fn run_a_job(directory: &Path, endpoint: &str) -> (i32, Duration) {
          output_tokens: 8, concurrency: 1}}\n  limits: {{latency: 75%}}\noutput: {at}/out\n"
     );
     std::fs::write(&spec, text).unwrap();
+    spec
+}
+
+/// A coordinator and a worker that send their spans to the collector, as its child does. They go on until they are
+/// dropped: what is told to end has little time left for the last spans.
+fn start(directory: &Path, collector: &str) -> (String, [Process; 2]) {
+    let traced = |arguments: &[&str], log: &str| {
+        let mut command = espalier(arguments);
+        command.env("OTEL_EXPORTER_OTLP_ENDPOINT", collector);
+        Process::spawn(command.stdout(Stdio::null()), directory.join(log))
+    };
+    let state = directory.join("state");
+    let listen = ["coordinator", "--listen", "127.0.0.1:0", "--data-dir"];
+    let coordinator = traced(
+        &[&listen[..], &[state.to_str().unwrap()]].concat(),
+        "coordinator.log",
+    );
+    let endpoint = endpoint_of(&coordinator);
+    let worker = traced(&["worker", "run", "--coordinator", &endpoint], "worker.log");
+    (endpoint, [coordinator, worker])
+}
+
+/// What the collector is sent, until each of these is there: a service, and how the span's name begins.
+fn received<const N: usize>(
+    spans: &mpsc::Receiver<(String, Span)>,
+    wanted: [(&str, &str); N],
+) -> (Vec<Span>, [Span; N]) {
+    let (mut all, mut found) = (Vec::new(), [const { None }; N]);
     let began = Instant::now();
-    let output = Command::new(env!("CARGO_BIN_EXE_espalier"))
-        .args(["run", spec.to_str().unwrap()])
+    while found.iter().any(Option::is_none) {
+        let left = DEADLINE.saturating_sub(began.elapsed());
+        let (service, span) = spans
+            .recv_timeout(left)
+            .unwrap_or_else(|_| panic!("of {wanted:?} only {found:?} came: {all:#?}"));
+        for ((of, name), found) in wanted.iter().zip(&mut found) {
+            if service == *of && span.name.starts_with(name) {
+                found.get_or_insert_with(|| span.clone());
+            }
+        }
+        all.push(span);
+    }
+    (all, found.map(Option::unwrap))
+}
+
+#[test]
+fn a_job_is_one_trace_through_coordinator_worker_and_child() {
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let (collector, spans) = collector(&runtime);
+    let directory = tempfile::tempdir().unwrap();
+    let (endpoint, _running) = start(directory.path(), &collector);
+    let spec = write_spec(directory.path());
+    let submit = [
+        "job",
+        "submit",
+        spec.to_str().unwrap(),
+        "--coordinator",
+        &endpoint,
+    ];
+    let submitted = espalier(&submit).output().unwrap();
+    assert!(submitted.status.success(), "{submitted:?}");
+    let wanted = [
+        ("espalier-coordinator", "job job-1"),
+        ("espalier-coordinator", "attempt"),
+        ("espalier-worker", "attempt"),
+        ("espalier-child", "attempt"),
+    ];
+    let (all, [job, attempt, agents, childs]) = received(&spans, wanted);
+    let traces: BTreeSet<&[u8]> = all.iter().map(|span| span.trace_id.as_slice()).collect();
+    assert_eq!(traces.len(), 1, "{all:#?}");
+    assert!(job.parent_span_id.is_empty());
+    assert_eq!(
+        agents.parent_span_id, attempt.span_id,
+        "the worker's hang below the attempt's"
+    );
+    assert_eq!(
+        childs.parent_span_id, agents.span_id,
+        "the child's hang below the worker's"
+    );
+    assert!(attempt.start_time_unix_nano <= attempt.end_time_unix_nano);
+}
+
+/// Runs a job that ends soon; gives how long that took.
+fn run_a_job(endpoint: &str) -> Duration {
+    let directory = tempfile::tempdir().unwrap();
+    let spec = write_spec(directory.path());
+    let began = Instant::now();
+    let output = espalier(&["run", spec.to_str().unwrap()])
         .env("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         .output()
         .unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
     let code = output.status.code().unwrap_or_else(|| panic!("killed: {errors}"));
     assert_eq!(code, 1, "the job has to fail at its first task: {errors}");
-    (code, began.elapsed())
-}
-
-#[test]
-fn a_job_is_one_trace_through_coordinator_worker_and_child() {
-    let runtime = tokio::runtime::Runtime::new().unwrap();
-    let (endpoint, spans) = collector(&runtime);
-    let directory = tempfile::tempdir().unwrap();
-    run_a_job(directory.path(), &endpoint);
-    let mut seen: Vec<(String, Span)> = Vec::new();
-    let services = |seen: &[(String, Span)]| -> BTreeSet<String> {
-        seen.iter().map(|(service, _)| service.clone()).collect()
-    };
-    let has_root = |seen: &[(String, Span)]| seen.iter().any(|(_, span)| span.parent_span_id.is_empty());
-    let began = Instant::now();
-    while services(&seen).len() < 3 || !has_root(&seen) {
-        let left = DEADLINE.saturating_sub(began.elapsed());
-        let span = spans.recv_timeout(left);
-        seen.push(span.unwrap_or_else(|_| panic!("only {:?} sent spans: {seen:#?}", services(&seen))));
-    }
-    let expected = ["espalier", "espalier-child", "espalier-worker"].map(str::to_owned);
-    assert_eq!(services(&seen), BTreeSet::from(expected));
-    let traces: BTreeSet<&[u8]> = seen.iter().map(|(_, span)| span.trace_id.as_slice()).collect();
-    assert_eq!(traces.len(), 1, "{seen:#?}");
-    let named = |name: &str| {
-        seen.iter()
-            .map(|(_, span)| span)
-            .find(|span| span.name.starts_with(name))
-    };
-    let job = named("job job-1").expect("the job's own span");
-    let attempt = seen
-        .iter()
-        .find(|(service, span)| service == "espalier" && span.name.starts_with("attempt"))
-        .map(|(_, span)| span)
-        .expect("the coordinator's span of the attempt");
-    let agent = seen
-        .iter()
-        .find(|(service, _)| service == "espalier-worker")
-        .map(|(_, span)| span);
-    assert!(job.parent_span_id.is_empty());
-    assert_eq!(
-        agent.unwrap().parent_span_id,
-        attempt.span_id,
-        "the worker's hang below the attempt's"
-    );
-    assert!(attempt.start_time_unix_nano <= attempt.end_time_unix_nano);
+    began.elapsed()
 }
 
 #[test]
 fn a_collector_that_does_not_answer_delays_nothing() {
     // It takes connections and says nothing.
     let silent = Listener::bind("127.0.0.1:0").unwrap();
-    let endpoint = format!("http://{}", silent.local_addr().unwrap());
-    let directory = tempfile::tempdir().unwrap();
-    let (_, took) = run_a_job(directory.path(), &endpoint);
-    assert!(took < DEADLINE, "{took:?}");
-    let elsewhere = tempfile::tempdir().unwrap();
-    let (_, took) = run_a_job(elsewhere.path(), "no address at all");
-    assert!(took < DEADLINE, "{took:?}");
+    let silent = format!("http://{}", silent.local_addr().unwrap());
+    for endpoint in [silent.as_str(), "no address at all"] {
+        let took = run_a_job(endpoint);
+        assert!(took < DEADLINE, "{endpoint}: {took:?}");
+    }
 }
