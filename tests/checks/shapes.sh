@@ -17,7 +17,8 @@ fi
 python=$(tests/checks/vllm-venv.sh)
 "${CARGO:-cargo}" build --release --locked --bin espalier
 mkdir -p "$output"
-export HF_HOME=$PWD/$output/huggingface PYTHONDONTWRITEBYTECODE=1
+HF_HOME=$(realpath "$output")/huggingface
+export HF_HOME PYTHONDONTWRITEBYTECODE=1
 # Narrow and deep: a step of such a model is a walk through blocks, each with work of its own whatever its size.
 "$python" tests/checks/random-parent.py "$output/parent" --hidden 256 --layers 24 --channels 2048 --heads 8 --kv-heads 4
 exec "$python" tests/checks/shapes.py "${CARGO_TARGET_DIR:-target}/release/espalier" "$output/parent" "$output"

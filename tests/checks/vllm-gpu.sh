@@ -34,6 +34,7 @@ if [ -z "$program" ]; then
     program=${CARGO_TARGET_DIR:-target}/release/espalier
 fi
 mkdir -p "$output"
-export HF_HOME=$PWD/$output/huggingface PYTHONDONTWRITEBYTECODE=1
+HF_HOME=$(realpath "$output")/huggingface
+export HF_HOME PYTHONDONTWRITEBYTECODE=1
 # shellcheck disable=SC2086 # PARTS are words
 exec "$python" tests/checks/vllm-gpu.py "$program" "$parent" "$output" $rehearsal --parts ${PARTS:-small large}

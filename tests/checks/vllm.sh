@@ -18,5 +18,6 @@ parent=${PARENT:-$(tests/checks/fetch-smollm2.sh)}
 python=$(tests/checks/vllm-venv.sh)
 "${CARGO:-cargo}" build --release --locked --bin espalier
 mkdir -p "$output"
-export HF_HOME=$PWD/$output/huggingface PYTHONDONTWRITEBYTECODE=1
+HF_HOME=$(realpath "$output")/huggingface
+export HF_HOME PYTHONDONTWRITEBYTECODE=1
 exec "$python" tests/checks/vllm.py "${CARGO_TARGET_DIR:-target}/release/espalier" "$parent" "$output"

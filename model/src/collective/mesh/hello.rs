@@ -128,7 +128,10 @@ pub(super) fn form(
     std::thread::scope(|scope| {
         for rank in 0..identity.rank {
             let forming = &forming;
-            scope.spawn(move || forming.go_to(rank));
+            let seeks = std::thread::Builder::new().name(format!("to rank {rank}"));
+            if let Err(error) = seeks.spawn_scoped(scope, move || forming.go_to(rank)) {
+                forming.put(rank, Err(format!("there is no thread to look for it: {error}")));
+            }
         }
         forming.let_come(scope, listener);
     });
@@ -225,7 +228,8 @@ impl Forming<'_> {
                 self.asked.fetch_sub(1, Ordering::AcqRel);
                 continue;
             }
-            scope.spawn(move || {
+            let greets = std::thread::Builder::new().name("greets a rank".to_owned());
+            let greeted = greets.spawn_scoped(scope, move || {
                 let mut stream = stream;
                 let deadline = self.deadline.min(Instant::now() + PATIENCE);
                 match self.greet(&mut stream, None, deadline) {
@@ -234,6 +238,12 @@ impl Forming<'_> {
                 }
                 self.asked.fetch_sub(1, Ordering::AcqRel);
             });
+            if let Err(error) = greeted {
+                // It tries again.
+                self.asked.fetch_sub(1, Ordering::AcqRel);
+                tracing::debug!(%from, %error, "there is no thread to greet a rank");
+                std::thread::sleep(PAUSE);
+            }
         }
     }
 
