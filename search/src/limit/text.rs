@@ -5,6 +5,9 @@ use crate::{Error, Result};
 
 /// More could not be told from a handful of repeats.
 const MOST_CONFIDENCE: f64 = 0.999;
+/// What any bound lies between, so that no sum, share or inverse of it leaves what a number can hold.
+const LEAST: f64 = 1e-100;
+const MOST: f64 = 1e100;
 const TIMES: [(&str, f64); 5] = [
     ("us", 1e-3),
     ("ms", 1.0),
@@ -39,20 +42,23 @@ pub(super) fn parse(metric: Metric, value: &str) -> Result<Bound> {
             example(metric)
         ))
     })?;
-    if number == f64::INFINITY {
-        return Err(refuse(format!("is too large, expected {}", example(metric))));
-    }
-    if !number.is_finite() || number <= 0.0 {
+    if number.is_nan() || number <= 0.0 {
         return Err(refuse(format!("is not above 0, expected {}", example(metric))));
     }
+    // After the unit, which may carry it out of range.
+    let in_range = |value: f64| match value {
+        value if value > MOST => Err(refuse(format!("is too large, expected {}", example(metric)))),
+        value if value < LEAST => Err(refuse(format!("is too small, expected {}", example(metric)))),
+        value => Ok(value),
+    };
     if unit == "%" {
-        return Ok(Bound::ShareOfParent(number / 100.0));
+        return in_range(number / 100.0).map(Bound::ShareOfParent);
     }
     let units = units(metric);
     if units.is_empty() {
         let plain = unit.is_empty() || (metric == Metric::Throughput && unit == "tokens/s");
         return if plain {
-            Ok(Bound::Absolute(number))
+            in_range(number).map(Bound::Absolute)
         } else {
             Err(refuse(format!(
                 "has the unit `{unit}`, expected {}",
@@ -74,7 +80,7 @@ pub(super) fn parse(metric: Metric, value: &str) -> Result<Bound> {
                 example(metric)
             ))
         })?;
-    Ok(Bound::Absolute(number * factor))
+    in_range(number * factor).map(Bound::Absolute)
 }
 
 pub(super) fn format(bound: Bound, metric: Metric) -> String {
@@ -217,6 +223,11 @@ mod tests {
             ),
             (Metric::Memory, "1e999GiB", "is too large"),
             (Metric::Latency, "1e400%", "is too large"),
+            (Metric::Memory, "1e300GiB", "is too large, expected a size"),
+            (Metric::Latency, "1e305min", "is too large"),
+            (Metric::Latency, "1e-323us", "is too small"),
+            (Metric::Latency, "1e-323%", "is too small"),
+            (Metric::Throughput, "1e-310", "is too small"),
             (Metric::Memory, "", "does not begin with a number"),
         ];
         for (metric, text, expected) in cases {
