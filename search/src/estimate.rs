@@ -168,7 +168,7 @@ fn activation_bytes(share: &Architecture, assumptions: &Assumptions) -> u64 {
     let number = assumptions.storage.plain.bytes();
     let waiting = workload.prompt_tokens.saturating_mul(workload.concurrency);
     let tokens = assumptions.step_tokens.min(waiting.max(workload.concurrency)) as u64;
-    let widest = share.blocks.iter().map(|block| width(&block.shape));
+    let widest = share.blocks.iter().map(|block| width(&block.shape, share.hidden));
     let widest = widest.max().unwrap_or(0);
     // The residual stream and its norm.
     let stream = (share.hidden as u64).saturating_mul(2);
@@ -182,8 +182,8 @@ fn activation_bytes(share: &Architecture, assumptions: &Assumptions) -> u64 {
     block.max(logits)
 }
 
-/// Numbers that a block holds for one token between its matrices.
-fn width(shape: &BlockShape) -> u64 {
+/// Numbers that a block holds for one token between its matrices; `hidden` is the residual stream's width.
+fn width(shape: &BlockShape, hidden: usize) -> u64 {
     let width = match shape {
         // Queries, keys and values, and what attention gives.
         BlockShape::Attention(attention) => attention
@@ -199,7 +199,7 @@ fn width(shape: &BlockShape) -> u64 {
             .saturating_add(mamba.heads),
         // Its experts' channels and outputs for every choice, the shared ones, the router's logits in f32.
         BlockShape::Moe(moe) => between(moe.activation, moe.expert_channels)
-            .saturating_add(moe.latent.unwrap_or(0))
+            .saturating_add(moe.latent.unwrap_or(hidden))
             .saturating_mul(moe.experts_per_token)
             .saturating_add(between(moe.activation, moe.shared_channels))
             .saturating_add(moe.experts.saturating_mul(2)),

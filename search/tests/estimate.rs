@@ -132,6 +132,14 @@ fn published_workloads_come_out_to_the_mebibyte() {
 }
 
 #[test]
+fn an_expert_without_a_width_of_its_own_gives_as_much_as_the_stream_holds() {
+    let found = served("nemotron-3-nano-30b-a3b", "bf16", 8192, 1, 16);
+    // Six of 128 experts of 1,856 channels, a shared one of 3,712, logits of the router in f32, the stream and its norm.
+    let numbers = 6 * (2 * 1856 + 2688) + 2 * 3712 + 2 * 128 + 2 * 2688;
+    assert_eq!(found.activation_bytes, 2048 * numbers * 2);
+}
+
+#[test]
 fn what_no_precision_quantises_is_counted_plain() {
     let found = |precision| served("nemotron-3-nano-30b-a3b", precision, 1024, 1, 16);
     let plain = |found: &Estimate| {
