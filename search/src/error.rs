@@ -19,7 +19,9 @@ pub enum Error {
     #[error("no limit is given, expected at least one of {}", Metric::NAMES)]
     NoLimit,
     /// A limit relative to a figure of the parent that is not known.
-    #[error("{metric}: the parent's own figure is not known yet, so a share of it has no meaning here")]
+    #[error(
+        "{metric}: the parent's own figure is not known yet, so a share of it has no meaning here: give an absolute limit"
+    )]
     NoParentFigure {
         /// Which limit.
         metric: Metric,
@@ -66,7 +68,10 @@ pub enum Error {
         value: f64,
     },
     /// A table measured at another hidden width.
-    #[error("the cost table was measured at hidden width {table}, but the model's is {model}")]
+    #[error(
+        "the cost table was measured at hidden width {table}, but the model's is {model}: give a table of this model, or \
+         profile it"
+    )]
     HiddenWidth {
         /// The table's.
         table: usize,
