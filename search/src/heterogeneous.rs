@@ -19,7 +19,8 @@ use espalier_arch::{Architecture, Candidate, Variant};
 use serde::{Deserialize, Serialize};
 
 use crate::running::batches;
-use crate::solver::Options;
+use crate::solver::{Options, gap};
+use crate::uniform::aim;
 use crate::{AbsoluteLimit, CostModel, Error, Prediction, Result, Score};
 
 /// A candidate as the solver chose it.
@@ -30,7 +31,7 @@ pub struct Choice {
     pub candidate: Candidate,
     /// Sum of the variants' scores, nats a token.
     pub score: f64,
-    /// No candidate inside the limits has a lower sum.
+    /// No candidate inside the limits has a lower sum, of the variants that have a price.
     pub score_bound: f64,
     /// (score − bound) / score, proven.
     pub gap: f64,
@@ -43,6 +44,9 @@ pub struct Choice {
     /// Whether a block of attention is kept only because the engine serves no model without.
     #[serde(default)]
     pub attention_kept: bool,
+    /// What was not looked at for want of measurements.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unmeasured: Option<String>,
 }
 
 /// Why attention stays where nothing else asks for it.
@@ -51,10 +55,8 @@ const ATTENTION: &str = "one block of attention is kept only because vllm serves
 impl Choice {
     /// What should be known of it.
     pub fn notes(&self) -> Vec<String> {
-        self.attention_kept
-            .then(|| ATTENTION.to_owned())
-            .into_iter()
-            .collect()
+        let attention = self.attention_kept.then(|| ATTENTION.to_owned());
+        attention.into_iter().chain(self.unmeasured.clone()).collect()
     }
 }
 
@@ -100,51 +102,121 @@ pub struct Question<'a> {
 /// The best candidates inside every limit.
 ///
 /// Throughput of an engine that batches continuously is one problem for each number of sequences that may run together
-/// ([`batches`]). Each is solved and the best taken; those beyond what the table measured are left out. `model` is left at
-/// the batch of the answer.
+/// ([`batches`]). Each is solved and the best taken: one that keeps the margin before one that does not, then that of least
+/// score. Numbers that the table did not measure are left out, as are at each number the variants that have no time there.
+/// What is proven is proven of all numbers. `model` is left at the batch of the answer.
 ///
 /// # Errors
-/// When a variant has no score or no cost, or the problem is not well formed.
+/// When a variant has no score, nothing has a cost, or the problem is not well formed.
 pub fn choose(question: &Question<'_>, model: &mut CostModel, options: &Options) -> Result<Fitted> {
-    let mut best: Option<(usize, Vec<Choice>)> = None;
+    let least = least_sum(question);
+    let mut best: Option<Vec<Choice>> = None;
+    let mut bound = f64::INFINITY;
     let mut impossible: Option<Impossible> = None;
-    let mut unmeasured = None;
-    for batch in batches(model, question.limits) {
-        match fit_running(question, model, batch, options) {
-            Ok(Fitted::Found(choices)) => {
-                let score = |choices: &[Choice]| choices.first().map_or(f64::INFINITY, |choice| choice.score);
-                if best
-                    .as_ref()
-                    .is_none_or(|(_, known)| score(&choices) < score(known))
-                {
-                    best = Some((batch, choices));
+    let mut unmeasured = Unmeasured::default();
+    for batch in batches(model, question.limits.iter().map(|limit| limit.metric)) {
+        let fitted = match fit_running(question, model, batch, options, &mut unmeasured) {
+            Ok(fitted) => fitted,
+            Err(error @ (Error::MissingRow { .. } | Error::Extrapolation { .. })) => {
+                bound = bound.min(least);
+                unmeasured.batches.push(batch);
+                unmeasured.error.get_or_insert(error);
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        match fitted {
+            Fitted::Found(choices) => {
+                bound = bound.min(choices.first().map_or(least, |choice| choice.score_bound));
+                let rank = |choices: &[Choice]| {
+                    choices.first().map_or((true, f64::INFINITY), |choice| {
+                        (!keeps_margin(choice, question.limits), choice.score)
+                    })
+                };
+                if best.as_ref().is_none_or(|known| rank(&choices) < rank(known)) {
+                    best = Some(choices);
                 }
             }
-            Ok(Fitted::Impossible(here)) => {
+            Fitted::Impossible(here) => {
+                if !here.proven {
+                    bound = bound.min(least);
+                }
                 impossible = Some(match impossible {
                     Some(known) => known.or(here),
                     None => here,
                 });
             }
-            Err(error @ (Error::MissingRow { .. } | Error::Extrapolation { .. })) => {
-                unmeasured = Some((batch, error));
-            }
-            Err(error) => return Err(error),
         }
     }
-    match (best, impossible, unmeasured) {
-        (Some((batch, choices)), _, _) => {
-            model.run_together(batch)?;
-            Ok(Fitted::Found(choices))
+    if let Some(mut choices) = best {
+        if let Some(choice) = choices.first_mut() {
+            model.run_together(choice.running)?;
+            choice.score_bound = bound.min(choice.score);
+            choice.gap = gap(choice.score, choice.score_bound);
+            choice.unmeasured = unmeasured.note();
         }
-        (None, Some(impossible), unmeasured) => Ok(Fitted::Impossible(Impossible {
-            unmeasured: unmeasured
-                .map(|(batch, error)| format!("{batch} sequences together were not considered: {error}")),
+        return Ok(Fitted::Found(choices));
+    }
+    match (impossible, unmeasured.error.clone()) {
+        (Some(impossible), _) => Ok(Fitted::Impossible(Impossible {
+            proven: impossible.proven && unmeasured.is_empty(),
+            unmeasured: unmeasured.note(),
             ..impossible
         })),
-        (None, None, Some((_, error))) => Err(error),
-        (None, None, None) => Ok(Fitted::Impossible(Impossible::of(Vec::new()))),
+        (None, Some(error)) => Err(error),
+        (None, None) => Ok(Fitted::Impossible(Impossible::of(Vec::new()))),
     }
+}
+
+/// What was not looked at for want of measurements.
+#[derive(Debug, Default)]
+struct Unmeasured {
+    /// Numbers of sequences together at which the parent itself has no price.
+    batches: Vec<usize>,
+    /// What the first of these lacked.
+    error: Option<Error>,
+    /// Numbers of sequences together at which so many variants have none.
+    variants: Vec<(usize, usize)>,
+}
+
+impl Unmeasured {
+    fn is_empty(&self) -> bool {
+        self.batches.is_empty() && self.variants.is_empty()
+    }
+
+    fn note(&self) -> Option<String> {
+        let mut notes = Vec::new();
+        if let Some(error) = &self.error {
+            let batches: Vec<String> = self.batches.iter().map(usize::to_string).collect();
+            notes.push(format!(
+                "{} sequences together were not considered: {error}",
+                batches.join(", ")
+            ));
+        }
+        let variants = self.variants.iter();
+        notes.extend(variants.map(|(batch, unpriced)| {
+            format!("{unpriced} variants have no time at {batch} sequences together and are left out there")
+        }));
+        (!notes.is_empty()).then(|| notes.join("; "))
+    }
+}
+
+/// Whether the least margin is left of every timed limit that asks for no confidence.
+fn keeps_margin(choice: &Choice, limits: &[AbsoluteLimit]) -> bool {
+    limits
+        .iter()
+        .all(|limit| aim(limit, LEAST_MARGIN).admits_prediction(&choice.prediction))
+}
+
+/// What no candidate scores less than, whatever its cost.
+fn least_sum(question: &Question<'_>) -> f64 {
+    let mut least = vec![0.0_f64; question.parent.blocks.len()];
+    for score in question.scores.unwrap_or_default() {
+        if let Some(least) = least.get_mut(score.block) {
+            *least = least.min(score.divergence);
+        }
+    }
+    least.iter().sum()
 }
 
 fn fit_running(
@@ -152,12 +224,17 @@ fn fit_running(
     model: &mut CostModel,
     batch: usize,
     options: &Options,
+    unmeasured: &mut Unmeasured,
 ) -> Result<Fitted> {
     model.run_together(batch)?;
-    let (parent, variants) = (question.parent, question.variants.to_vec());
+    let parent = question.parent;
     let library = match question.scores {
-        Some(scores) => Library::new(parent, variants, scores, model)?,
-        None => Library::unscored(parent, variants, model)?,
+        Some(scores) => Library::new(parent, question.variants, scores, model)?,
+        None => Library::unscored(parent, question.variants, model)?,
     };
-    library.fit(question.limits, question.count, question.distance, options)
+    let fitted = library.fit(question.limits, question.count, question.distance, options)?;
+    if library.unpriced > 0 {
+        unmeasured.variants.push((batch, library.unpriced));
+    }
+    Ok(fitted)
 }

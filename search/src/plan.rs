@@ -5,11 +5,12 @@ use espalier_arch::{Architecture, Candidate, Variant};
 use serde::{Deserialize, Serialize};
 
 use crate::heterogeneous::{Choice, Fitted, FrontPoint, Library, Question, Reachable, choose};
-use crate::predict::Prices;
+use crate::predict::priced;
+use crate::running::batches;
 use crate::solver::Options;
 use crate::{
-    AbsoluteLimit, CostKey, CostModel, CostTable, Error, Figures, Limits, MemoryModel, Metric, Prediction,
-    Result, Score, Whole, Workload,
+    AbsoluteLimit, Bound, CostKey, CostModel, CostTable, Error, Figures, Limits, MemoryModel, Metric,
+    Prediction, Result, Score, Whole, Workload,
 };
 
 /// A limit is relaxed by this share to see what that buys.
@@ -103,7 +104,7 @@ pub struct Chosen {
     pub score: f64,
     /// Standard error of the sum.
     pub score_error: f64,
-    /// No candidate inside the limits has a lower sum.
+    /// No candidate inside the limits has a lower sum, of the variants that have a price.
     pub score_bound: f64,
     /// What it will cost, with standard errors.
     pub prediction: Prediction,
@@ -142,7 +143,8 @@ pub struct Answer {
     /// What should be known of the choice, or of there being none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
-    /// Scored variants that the table has no time for, and that are left out.
+    /// Scored variants that the table has no time for, at the most sequences together that it has the parent's for; they are
+    /// left out.
     pub unpriced: usize,
 }
 
@@ -161,16 +163,15 @@ pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Option
     if target.extrapolate {
         model = model.extrapolating()?;
     }
-    let (variants, unpriced) = priced(known, &model)?;
-    let (parent, parent_measured) = parent(known, target, &model)?;
+    let (parent, parent_measured) = parent(known, target, &mut model)?;
+    let (_, unpriced) = priced(&known.parent, &known.variants, &model)?;
     let limits = target.limits.resolve(&parent)?;
     let mut asking = Asking {
         known,
-        variants,
         model,
         options,
     };
-    let (chosen, reachable, mut notes) = match asking.fit(&limits)? {
+    let (chosen, reachable, notes) = match asking.fit(&limits)? {
         Fitted::Impossible(impossible) => {
             let notes = impossible.notes();
             (None, impossible.limits, notes)
@@ -183,11 +184,6 @@ pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Option
             None => (None, Vec::new(), Vec::new()),
         },
     };
-    if unpriced > 0 {
-        notes.push(format!(
-            "{unpriced} scored variants have no time in this table and are left out"
-        ));
-    }
     Ok(Answer {
         target: target.table.key.clone(),
         workload: target.workload,
@@ -201,45 +197,40 @@ pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Option
     })
 }
 
-/// What the parent itself has there. What it was measured to have under another workload says nothing of its times.
-fn parent(known: &Known, target: &Target<'_>, model: &CostModel) -> Result<(Figures, bool)> {
-    let predicted = model.predict(&known.parent)?.figures;
-    match target.whole {
-        Some(whole) if *whole.workload == target.workload => {
+/// What the parent itself has there, and whether that was measured. What it was measured to have under another workload
+/// says nothing of its times. `model` is left at the most sequences together that the table has a price for.
+fn parent(known: &Known, target: &Target<'_>, model: &mut CostModel) -> Result<(Figures, bool)> {
+    let measured = target
+        .whole
+        .filter(|whole| *whole.workload == target.workload)
+        .map(|whole| {
             let parameters = known.parent.parameters().in_blocks();
-            Ok((Figures::measured(whole.measurement, parameters), true))
-        }
-        _ => Ok((predicted, false)),
-    }
-}
-
-/// The variants that the table has a time for, and how many it has none for. The whole block has to have one.
-fn priced(known: &Known, model: &CostModel) -> Result<(Vec<Vec<Variant>>, usize)> {
-    let mut unpriced = 0;
-    let mut prices = Prices::new(model);
-    let mut priced = Vec::with_capacity(known.variants.len());
-    for (block, variants) in known.parent.blocks.iter().zip(&known.variants) {
-        let mut left = Vec::with_capacity(variants.len());
-        for variant in variants {
-            let shape = block.shape.with_variant(variant).map_err(Error::Shape)?;
-            match prices.of(shape.as_ref()) {
-                Ok(_) => left.push(variant.clone()),
-                Err(Error::MissingRow { .. } | Error::Extrapolation { .. } | Error::Shape(_))
-                    if *variant != Variant::Whole =>
-                {
-                    unpriced += 1;
-                }
-                Err(error) => return Err(error),
+            Figures::measured(whole.measurement, parameters)
+        });
+    // A share is of the parent under the whole load, not of one that runs fewer together.
+    let is_absolute = |limit: crate::Limit| matches!(limit.bound, Bound::Absolute(_));
+    let may_be_fewer = measured.is_some() || target.limits.iter().all(is_absolute);
+    let mut unmeasured = None;
+    for batch in batches(model, target.limits.iter().map(|limit| limit.metric)) {
+        let predicted = model
+            .run_together(batch)
+            .and_then(|()| model.predict(&known.parent));
+        match predicted {
+            Ok(predicted) => {
+                let is_measured = measured.is_some();
+                return Ok((measured.unwrap_or(predicted.figures), is_measured));
             }
+            Err(error @ (Error::MissingRow { .. } | Error::Extrapolation { .. })) if may_be_fewer => {
+                unmeasured.get_or_insert(error);
+            }
+            Err(error) => return Err(error),
         }
-        priced.push(left);
     }
-    Ok((priced, unpriced))
+    Err(unmeasured.unwrap_or(Error::NoLimit))
 }
 
 struct Asking<'a> {
     known: &'a Known,
-    variants: Vec<Vec<Variant>>,
     model: CostModel,
     options: &'a Options,
 }
@@ -248,7 +239,7 @@ impl Asking<'_> {
     fn fit(&mut self, limits: &[AbsoluteLimit]) -> Result<Fitted> {
         let question = Question {
             parent: &self.known.parent,
-            variants: &self.variants,
+            variants: &self.known.variants,
             scores: Some(&self.known.scores),
             limits,
             count: 1,
@@ -308,7 +299,7 @@ impl Asking<'_> {
             return Ok(Vec::new());
         }
         let known = self.known;
-        let library = Library::new(&known.parent, self.variants.clone(), &known.scores, &self.model)?;
+        let library = Library::new(&known.parent, &known.variants, &known.scores, &self.model)?;
         let coarse = Options {
             relative_gap: self.options.relative_gap.max(1e-3),
             ..*self.options
@@ -468,7 +459,7 @@ mod tests {
         let answer = answer(&known(), &target, 0, &Options::default()).unwrap();
         assert_eq!(answer.unpriced, 3);
         assert!(
-            answer.notes[0].starts_with("3 scored variants have no time"),
+            answer.notes[0].starts_with("3 variants have no time"),
             "{:?}",
             answer.notes
         );

@@ -28,6 +28,7 @@
 mod cone;
 mod host;
 mod model;
+mod priced;
 mod rows;
 mod sampled;
 mod shapes;
@@ -38,6 +39,7 @@ mod timed;
 pub(crate) use cone::{Cone, Coordinate, Priced, Share};
 pub(crate) use model::Prices;
 pub use model::{Corrections, CostModel, Costs, Prediction, parameters};
+pub(crate) use priced::priced;
 
 use crate::{Error, Point, Result, Workload};
 

@@ -5,15 +5,15 @@ use espalier_arch::Architecture;
 use crate::uniform::filled;
 use crate::{AbsoluteLimit, CostModel, Error, Metric, Prediction, Result};
 
-/// Numbers of sequences that may run together, the most first.
+/// Numbers of sequences that may run together under limits on these metrics, the most first.
 ///
 /// Throughput of an engine that batches continuously is another one at each number: more of them share a step, and need
 /// more room for their keys and values. All up to eight are worth a try, then powers of two, and the concurrency. A limit on
 /// latency or the first token is one for the workload's requests all together, so that none may wait for a place.
-pub fn batches(model: &CostModel, limits: &[AbsoluteLimit]) -> Vec<usize> {
-    let limited = |wanted: &[Metric]| limits.iter().any(|limit| wanted.contains(&limit.metric));
-    let together = limited(&[Metric::Latency, Metric::FirstToken]);
-    if model.batches_continuously() && limited(&[Metric::Throughput]) && !together {
+pub fn batches(model: &CostModel, limited: impl IntoIterator<Item = Metric>) -> Vec<usize> {
+    let limited: Vec<Metric> = limited.into_iter().collect();
+    let together = limited.contains(&Metric::Latency) || limited.contains(&Metric::FirstToken);
+    if model.batches_continuously() && limited.contains(&Metric::Throughput) && !together {
         up_to(model.concurrency())
     } else {
         vec![model.concurrency()]
@@ -44,7 +44,7 @@ pub fn roomiest(
 ) -> Result<Option<(usize, Prediction)>> {
     let mut best: Option<(f64, usize, Prediction)> = None;
     let (mut is_priced, mut unmeasured) = (false, None);
-    for batch in batches(model, limits) {
+    for batch in batches(model, limits.iter().map(|limit| limit.metric)) {
         let predicted = model
             .run_together(batch)
             .and_then(|()| model.predict(architecture));

@@ -99,7 +99,8 @@ impl Solution {
     }
 }
 
-fn gap(cost: f64, lower_bound: f64) -> f64 {
+/// How far a cost may lie above the least, as a share of it, where none is below `lower_bound`.
+pub(crate) fn gap(cost: f64, lower_bound: f64) -> f64 {
     if lower_bound < cost {
         (cost - lower_bound) / cost.abs().max(f64::MIN_POSITIVE)
     } else {

@@ -337,7 +337,7 @@ impl<'a> Fit<'a> {
                     relative_gap: 1e-3,
                     work: 20_000_000,
                 };
-                let library = Library::new(self.architecture(), variants, &scores, &model)?;
+                let library = Library::new(self.architecture(), &variants, &scores, &model)?;
                 library.front(limit.metric, &[], FRONT_POINTS, &coarse)?
             }
             None => Vec::new(),

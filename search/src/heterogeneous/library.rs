@@ -10,7 +10,7 @@ use super::reachable::Impossible;
 use super::settle::{Learnt, Settled, Wanted};
 use super::sums::Sum;
 use super::{Choice, Fitted, FrontPoint};
-use crate::predict::{Priced, Prices};
+use crate::predict::{Priced, Prices, priced};
 use crate::solver::{Options, Solution};
 use crate::uniform::aim;
 use crate::{AbsoluteLimit, CostModel, Error, Metric, Result, Score};
@@ -20,6 +20,8 @@ use crate::{AbsoluteLimit, CostModel, Error, Metric, Result, Score};
 pub struct Library<'a> {
     parent: &'a Architecture,
     pub(super) variants: Vec<Vec<Variant>>,
+    /// Variants that were left out.
+    pub(super) unpriced: usize,
     /// None where only what can be reached is asked.
     pub(super) scores: Option<Vec<Vec<f64>>>,
     prices: Vec<Vec<Rc<Priced>>>,
@@ -28,13 +30,14 @@ pub struct Library<'a> {
 }
 
 impl<'a> Library<'a> {
-    /// `variants` are those of each block; the whole block scores 0 unless it was scored.
+    /// `variants` are those of each block, whole first; the whole block scores 0 unless it was scored. Variants that have no
+    /// price with as many sequences together as `model` runs are left out.
     ///
     /// # Errors
-    /// When a variant has no score or no cost.
+    /// When a variant has no score, or a whole block no cost.
     pub fn new(
         parent: &'a Architecture,
-        variants: Vec<Vec<Variant>>,
+        variants: &[Vec<Variant>],
         scores: &[Score],
         model: &'a CostModel,
     ) -> Result<Self> {
@@ -42,26 +45,28 @@ impl<'a> Library<'a> {
             .iter()
             .map(|score| ((score.block, &score.variant), score.divergence))
             .collect();
-        let mut rows = Vec::with_capacity(variants.len());
-        for (block, variants) in variants.iter().enumerate() {
+        let library = Self::unscored(parent, variants, model)?;
+        let mut rows = Vec::with_capacity(library.variants.len());
+        for (block, variants) in library.variants.iter().enumerate() {
             let each = variants.iter().map(|variant| score_of(&known, block, variant));
             rows.push(each.collect::<Result<Vec<f64>>>()?);
         }
         Ok(Self {
             scores: Some(rows),
-            ..Self::unscored(parent, variants, model)?
+            ..library
         })
     }
 
     /// The same without scores: only for asking what can be reached.
     ///
     /// # Errors
-    /// When a variant has no cost.
+    /// When a whole block has no cost.
     pub fn unscored(
         parent: &'a Architecture,
-        variants: Vec<Vec<Variant>>,
+        variants: &[Vec<Variant>],
         model: &'a CostModel,
     ) -> Result<Self> {
+        let (variants, unpriced) = priced(parent, variants, model)?;
         let mut known = Prices::new(model);
         let mut prices = Vec::with_capacity(variants.len());
         for (block, variants) in parent.blocks.iter().zip(&variants) {
@@ -74,6 +79,7 @@ impl<'a> Library<'a> {
         Ok(Self {
             parent,
             variants,
+            unpriced,
             scores: None,
             prices,
             base: model.base_price(parent)?,
@@ -226,6 +232,7 @@ impl<'a> Library<'a> {
                 prediction,
                 running: self.model.running(),
                 attention_kept: learnt.attention,
+                unmeasured: None,
             })
         });
         each.collect()

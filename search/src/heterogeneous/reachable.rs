@@ -13,7 +13,7 @@ pub struct Reachable {
     /// The limit that was asked for.
     pub limit: AbsoluteLimit,
     /// The best value that a candidate was found to have of this metric alone, at the confidence asked for. Without a
-    /// confidence no candidate has a better one.
+    /// confidence no candidate that has a price has a better one.
     pub alone: f64,
     /// The value of the candidate that comes nearest to all limits together, at the confidence asked for.
     pub together: f64,
@@ -57,7 +57,7 @@ impl Impossible {
         notes
     }
 
-    /// The best of two problems that differ in how many sequences run together.
+    /// What can be reached in either of two problems that differ in how many sequences run together.
     pub(super) fn or(self, other: Self) -> Self {
         let farthest = |impossible: &Self| {
             let uses = impossible

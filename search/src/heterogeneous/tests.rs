@@ -1,5 +1,6 @@
 //! Choices against sums worked out by hand.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::cast_precision_loss)]
+mod batches;
 mod confidence;
 
 use super::*;
@@ -60,7 +61,7 @@ fn fit(limit: f64, count: usize) -> Fitted {
             });
         }
     }
-    let library = Library::new(&parent, variants, &scores, &model).unwrap();
+    let library = Library::new(&parent, &variants, &scores, &model).unwrap();
     library
         .fit(&[latency(limit)], count, 2, &Options::default())
         .unwrap()
@@ -122,7 +123,7 @@ fn a_limit_that_asks_for_a_confidence_is_kept_with_that_many_standard_errors() {
     }
     .all_variants(&parent)
     .unwrap();
-    let library = Library::unscored(&parent, variants, &model).unwrap();
+    let library = Library::unscored(&parent, &variants, &model).unwrap();
     let fitted = |limit: &str| {
         let limit = crate::Limit::parse(Metric::Latency, limit).unwrap();
         let limit = limit.resolve(&Figures::default()).unwrap();

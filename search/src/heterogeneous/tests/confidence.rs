@@ -294,7 +294,7 @@ fn a_block_of_attention_stays_where_the_engine_needs_one_and_that_is_said() {
             })
         });
         let scores: Vec<Score> = each.collect();
-        Library::new(&parent, variants, &scores, &model)
+        Library::new(&parent, &variants, &scores, &model)
             .unwrap()
             .fit(&[latency(limit)], 1, 1, &Options::default())
             .unwrap()
