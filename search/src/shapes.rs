@@ -8,7 +8,7 @@
 use espalier_arch::{Architecture, BlockKind, BlockShape, Candidate, Variant};
 use serde::{Deserialize, Serialize};
 
-use crate::predict::Prices;
+use crate::predict::{Prices, priced};
 use crate::solver::{Item, Options, Problem, Solved, solve};
 use crate::{
     CostKey, CostModel, CostTable, Costs, Error, MemoryModel, Metric, Prediction, Result, Subject, Workload,
@@ -94,7 +94,8 @@ struct Asking<'a> {
 
 impl<'a> Asking<'a> {
     fn new(parent: &'a Architecture, table: &CostTable, model: &'a CostModel) -> Result<Self> {
-        let variants = sizes(parent, table);
+        // Of these some may have been timed under the loads of other workloads alone.
+        let (variants, _) = priced(parent, &sizes(parent, table), model)?;
         let mut prices = Prices::new(model);
         let mut costs = Vec::with_capacity(variants.len());
         for (block, variants) in parent.blocks.iter().zip(&variants) {
@@ -294,5 +295,25 @@ mod tests {
                 .iter()
                 .any(|pair| pair.less.parameters < pair.more.parameters)
         );
+    }
+
+    #[test]
+    fn a_size_that_was_timed_for_another_workload_alone_is_left_out() {
+        let (workload, mut table) = prompts();
+        let narrow = Subject::Block(crate::fixtures::mlp(32));
+        for row in table.rows.iter_mut().filter(|row| row.subject == narrow) {
+            row.point = crate::Point::Prefill {
+                tokens: 8,
+                sequences: 1,
+            };
+        }
+        let found = shapes(&small(), &table, &workload, f32(), false).unwrap();
+        assert!(!found.equal_parameters.is_empty());
+        let halved = Variant::Mlp { channels: 32 };
+        for pair in found.equal_parameters.iter().chain(&found.equal_latency) {
+            for shape in [&pair.less, &pair.more] {
+                assert!(!shape.candidate.variants.contains(&halved), "{shape:?}");
+            }
+        }
     }
 }

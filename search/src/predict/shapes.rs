@@ -95,15 +95,24 @@ impl Times {
         self.subjects.get(*self.by_name.get(name)?)
     }
 
-    /// A block's time: its own, or on the lines between its neighbours in size.
+    /// A block's time: its own, or on the lines between its neighbours in size where it was not measured under such a
+    /// load.
     pub(super) fn block(&self, shape: &BlockShape, load: Load) -> Result<Sampled> {
-        let name = block_key(shape);
         // Whole, with everything that tells it from others, it would be a line of its own.
         let shown = || Subject::Block(shape.clone()).to_string();
-        if let Some(measured) = self.measured(&name).filter(|measured| measured.has(load)) {
-            let outside = |outside: Outside| beyond(shown(), load.axis(outside.axis), outside);
-            return measured.at(load, self.extrapolate).map_err(outside);
+        let measured = self.measured(&block_key(shape));
+        match measured.filter(|measured| measured.has(load)) {
+            None => self.on_lines(shape, load, shown),
+            Some(measured) => measured.at(load, self.extrapolate).or_else(|outside| {
+                let own = beyond(shown(), load.axis(outside.axis), outside);
+                // Its neighbours may have been measured where it was not; what it has itself says more if they were not.
+                self.on_lines(shape, load, shown).map_err(|_| own)
+            }),
         }
+    }
+
+    /// A block's time on the lines between its neighbours in size.
+    fn on_lines(&self, shape: &BlockShape, load: Load, shown: impl Fn() -> String) -> Result<Sampled> {
         let missing = || Error::MissingRow {
             subject: shown(),
             point: load.point(),
@@ -163,5 +172,43 @@ fn place(shape: &BlockShape) -> Option<(String, [usize; 2], [&'static str; 2])> 
             Some((block_key(&line), at, ["queries a group", "key/value groups"]))
         }
         BlockShape::Mamba2(_) | BlockShape::Moe(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::Point;
+    use crate::fixtures::{mlp, table};
+
+    #[test]
+    fn a_shape_that_lacks_a_load_lies_on_the_line_as_one_without_any_time_does() {
+        let row = |channels, tokens, median| {
+            let point = Point::Prefill { tokens, sequences: 1 };
+            (Subject::Block(mlp(channels)), point, median, 0.0)
+        };
+        let wanted = Load::Prefill {
+            tokens: 8,
+            sequences: 1,
+        };
+        let mut rows = vec![
+            row(64, 4, 1.0),
+            row(64, 8, 2.0),
+            row(96, 4, 9.0),
+            row(128, 4, 3.0),
+        ];
+        // Without a line, what it has itself says what is missing.
+        let alone = Times::new(&table(&rows)).unwrap();
+        let message = alone.block(&mlp(96), wanted).unwrap_err().to_string();
+        assert!(message.contains("prompts of tokens 4 to 4, but 8"), "{message}");
+        rows.push(row(128, 8, 4.0));
+        let times = Times::new(&table(&rows)).unwrap();
+        assert_eq!(times.block(&mlp(96), wanted).unwrap().value, 3.0);
+        let measured = Load::Prefill {
+            tokens: 4,
+            sequences: 1,
+        };
+        assert_eq!(times.block(&mlp(96), measured).unwrap().value, 9.0);
     }
 }
