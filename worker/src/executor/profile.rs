@@ -38,6 +38,10 @@ fn beyond_kept(engine: &mut dyn Engine, task: &Profile) -> Result<Option<Profile
             disturbed: false,
         }));
     }
+    if shapes.len() == task.shapes.len() {
+        // All of it is measured now, so that it does not matter at which pace it was before.
+        return engine.profile(task).map(Some);
+    }
     for shape in anchors(kept, task) {
         if !shapes.contains(&shape) {
             shapes.push(shape);
@@ -288,6 +292,27 @@ mod tests {
         engine.asked.clear();
         beyond_kept(&mut engine, &whole).unwrap();
         assert_eq!(engine.asked, [mlp(6), mlp(8)]);
+    }
+
+    #[test]
+    fn what_has_to_be_measured_whole_is_measured_once_whatever_pace_was_kept() {
+        let mut engine = Counting::default();
+        let shorter = Profile {
+            points: espalier_search::points(&Workload {
+                output_tokens: 1,
+                ..task(Vec::new(), Vec::new()).workload
+            })
+            .unwrap(),
+            ..task(vec![mlp(4), mlp(8)], Vec::new())
+        };
+        let first = beyond_kept(&mut engine, &shorter).unwrap().unwrap();
+        engine.asked.clear();
+        engine.milliseconds = 1.2;
+        let longer = task(vec![mlp(4), mlp(8)], vec![kept_of(&first)]);
+        let second = beyond_kept(&mut engine, &longer).unwrap().unwrap();
+        assert_eq!(engine.asked, [mlp(4), mlp(8)]);
+        assert!(second.rows.iter().all(|row| row.median_ms == 1.2));
+        assert_eq!(second.reused_rows, 0);
     }
 
     #[test]
