@@ -15,6 +15,8 @@ from pathlib import Path
 
 from measured import ROOT, Figures, block_bytes, entry, flat, vllm_helper
 
+from client import Refused
+
 WORKLOAD = {"prompt_tokens": 32, "output_tokens": 64, "concurrency": 1}
 SPEC = """
 parent: {parent}
@@ -164,16 +166,7 @@ def check_latency(figures, pairs, times):
     )
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("program")
-    parser.add_argument("parent", type=Path)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--table", type=Path)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--plan-only", action="store_true")
-    given = parser.parse_args()
-    figures = Figures("check-shapes")
+def check(figures, given):
     config = json.loads((given.parent / "config.json").read_text())
     shapes = planned(given, given.table or profiled(given))
     sized = sorted(shapes["equal_parameters"], key=lambda pair: -pair["ratio"])[:1]
@@ -186,6 +179,22 @@ def main():
         times = served(given, config, models)
         check_size(figures, sized[0], *times[:2])
         check_latency(figures, timed, list(zip(times[2::2], times[3::2])))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("program")
+    parser.add_argument("parent", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--plan-only", action="store_true")
+    given = parser.parse_args()
+    figures = Figures("check-shapes")
+    try:
+        check(figures, given)
+    except (EOFError, Refused, TimeoutError, subprocess.CalledProcessError) as error:
+        figures.add(str(error), False)
     return figures.end()
 
 

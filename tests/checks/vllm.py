@@ -12,8 +12,9 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
-from measured import ROOT, Figures, block_bytes, candidates, check_limit, flat, rows, run, vllm_helper
+from measured import ROOT, Figures, block_bytes, candidates, check_limit, entry, flat, rows, run, vllm_helper
 
 from client import Refused
 
@@ -32,6 +33,8 @@ recovery: {{learning_rate: 0.0002, batch_sequences: 2}}
 """
 MOST_MEDIAN, MOST_WORST = 0.05, 0.10
 MOST_DOUBT, MOST_WINDOWS = 0.025, 6
+# A window in which the parent was served at another pace than beside the tables shows the machine, not the prediction.
+MOST_OF_PACE = 0.025
 BLOCK_TOKENS = 32
 
 
@@ -48,14 +51,44 @@ def request_ms(points, workload):
     return total
 
 
-def costs(table):
-    """Milliseconds of a request by shape, as JSON of its entry, and of the base."""
-    alone = WORKLOAD["concurrency"]
-    found = {}
-    for name, places in rows(table).items():
-        points = {place[:2]: median for place, median in places.items() if place[2] == alone}
-        found[name] = request_ms(points, WORKLOAD)
-    return found
+class Table(NamedTuple):
+    """Milliseconds of a request: what each block adds, by JSON of its entry, and the base; and the parent's, served."""
+
+    costs: dict
+    parent: float
+
+    @classmethod
+    def read(cls, path):
+        table = json.loads(path.read_text())
+        alone = WORKLOAD["concurrency"]
+        costs = {}
+        for name, places in rows(table).items():
+            points = {place[:2]: median for place, median in places.items() if place[2] == alone}
+            costs[name] = request_ms(points, WORKLOAD)
+        return cls(costs, table["profile"]["parent"]["latency_ms"]["median"])
+
+    def predicted(self, blocks):
+        return self.costs["base"] + sum(self.costs[block] for block in blocks)
+
+
+class Window(NamedTuple):
+    """Milliseconds of a request to the parent and to each candidate, of every round between two tables."""
+
+    before: Table
+    after: Table
+    parent: list
+    candidates: list
+
+    def predicted(self, blocks):
+        return (self.before.predicted(blocks) + self.after.predicted(blocks)) / 2
+
+    def drift(self, wanted):
+        """The most that a candidate's price moved from table to table."""
+        return max((self.after.predicted(blocks) / self.before.predicted(blocks) - 1 for blocks in wanted), key=abs)
+
+    def pace(self):
+        """How much slower the parent was served than beside the tables."""
+        return statistics.median(self.parent) / statistics.mean([self.before.parent, self.after.parent]) - 1
 
 
 def blocks_needed(workload):
@@ -79,65 +112,84 @@ def opened(helper, name, workload, blocks, bytes_of_block, **model):
 
 
 def profiled(given, name, spec):
-    """What blocks cost now, measured anew: milliseconds of a request by shape, and of the base."""
+    """What blocks cost now, measured anew; none where the job failed, as it does when others use the machine."""
     path = given.output / f"{name}.yaml"
     path.write_text(spec)
     output = given.output / name
     command = [given.program, "profile", "run", path, "--output-dir", output, "--vllm-python", sys.executable]
-    subprocess.run(command, check=True)
-    return costs(json.loads((output / "cost-table.json").read_text()))
+    if subprocess.run(command).returncode != 0:
+        return None
+    return Table.read(output / "cost-table.json")
 
 
-def predicted(price, blocks):
-    return price["base"] + sum(price[block] for block in blocks)
-
-
-def serve_in_turns(given, config, wanted, log):
-    """Milliseconds of a request to each candidate, of every round, all of them open in one process."""
-    times = [[] for _ in wanted]
+def serve_in_turns(given, config, models, log):
+    """Milliseconds of a request to each of the models, of every round, all of them open in one process."""
+    times = [[] for _ in models]
     with vllm_helper(log) as helper:
-        for number, blocks in enumerate(wanted):
+        for number, blocks in enumerate(models):
             model = flat(config, blocks, "f32")
             bytes_of_block = block_bytes(model, BLOCK_TOKENS, "f32")
-            opened(helper, f"candidate-{number}", WORKLOAD, blocks_needed(WORKLOAD), bytes_of_block, config=model)
+            opened(helper, f"model-{number}", WORKLOAD, blocks_needed(WORKLOAD), bytes_of_block, config=model)
         for turn in range(given.rounds + 1):
             for number, found in enumerate(times):
-                engine, requests = f"candidate-{number}", WORKLOAD["concurrency"]
+                engine, requests = f"model-{number}", WORKLOAD["concurrency"]
                 served = helper.ask("serve", timeout=900, engine=engine, workload=WORKLOAD, requests=requests)
                 if turn > 0:
                     found.append(statistics.median(served["end_to_end_ms"]))
     return times
 
 
-def check_unseen(figures, given, spec, config, layers, log):
-    """Candidates that were never measured as a whole are served between two tables of the same spec, and compared with
-    what the tables' mean makes of them; between further tables, as long as those show that the machine's pace moves by
-    more than the mean of so many windows makes up for. Whether there is another window is decided by the tables alone.
+def check_unseen(figures, given, spec, config, parent, log):
+    """Candidates that were never measured as a whole are served in turns with the parent between two tables of the same
+    spec, and compared with what the tables' mean makes of them; between further tables, as long as those and the parent
+    show that the machine's pace moves by more than the mean of so many windows makes up for. Whether there is another
+    window, and whether one counts, is decided by the tables and the parent alone.
     """
-    tables, windows, drifts = [profiled(given, "table-0", spec)], [], []
-    wanted = list(candidates(sorted(name for name in tables[0] if name != "base"), layers, given.candidates))
-    while len(windows) < MOST_WINDOWS:
-        windows.append(serve_in_turns(given, config, wanted, log))
-        before = tables[-1]
-        tables.append(profiled(given, f"table-{len(windows)}", spec))
-        moved = [predicted(tables[-1], blocks) / predicted(before, blocks) - 1 for blocks in wanted]
-        drifts.append(max(moved, key=abs))
-        # A window's pace is the mean of its two tables', give or take half of what is between them.
-        doubt = math.sqrt(sum((drift / 2) ** 2 for drift in drifts)) / len(drifts)
-        print(f"      window {len(windows)}: {drifts[-1]:+.1%} from table to table, in doubt by {doubt:.1%}", flush=True)
+    before, kept, doubt = None, [], math.inf
+    for number in range(1, MOST_WINDOWS + 1):
+        before = before or profiled(given, f"before-{number}", spec)
+        if before is None:
+            continue
+        shapes = sorted(name for name in before.costs if name != "base")
+        wanted = list(candidates(shapes, len(parent) // 2, given.candidates))
+        of_parent, *times = serve_in_turns(given, config, [parent, *wanted], log)
+        after = profiled(given, f"after-{number}", spec)
+        if after is None:
+            before = None
+            continue
+        window, before = Window(before, after, of_parent, times), after
+        counts = abs(window.pace()) <= MOST_OF_PACE
+        if counts:
+            kept.append(window)
+        doubt = doubt_of(kept, wanted)
+        priced = window.predicted(parent) / statistics.median(of_parent) - 1
+        print(
+            f"      window {number}: {window.drift(wanted):+.1%} from table to table, the parent {window.pace():+.1%} "
+            f"off its own time beside them, its price {priced:+.1%} off: {'counts' if counts else 'left out'}; "
+            f"in doubt by {doubt:.1%}",
+            flush=True,
+        )
         if doubt <= MOST_DOUBT:
-            compare(figures, wanted, tables, windows)
+            compare(figures, wanted, kept)
             return
-    figures.add(f"too noisy: after {MOST_WINDOWS} windows the machine's pace is in doubt by {doubt:.1%}", False)
+    figures.add(f"too noisy: after {MOST_WINDOWS} windows, {len(kept)} of which count, in doubt by {doubt:.1%}", False)
 
 
-def compare(figures, wanted, tables, windows):
+def doubt_of(windows, wanted):
+    """A window's pace is the mean of its two tables', give or take half of what is between them."""
+    if not windows:
+        return math.inf
+    return math.sqrt(sum((window.drift(wanted) / 2) ** 2 for window in windows)) / len(windows)
+
+
+def compare(figures, wanted, windows):
     errors = []
     for number, blocks in enumerate(wanted):
-        prices = [(predicted(one, blocks) + predicted(after, blocks)) / 2 for one, after in zip(tables, tables[1:])]
-        served = [statistics.median(rounds[number]) for rounds in windows]
-        price, measured = statistics.mean(prices), statistics.mean(served)
-        off = [abs(each - middle) / middle for rounds, middle in zip(windows, served) for each in rounds[number]]
+        rounds = [window.candidates[number] for window in windows]
+        served = [statistics.median(times) for times in rounds]
+        price = statistics.mean(window.predicted(blocks) for window in windows)
+        measured = statistics.mean(served)
+        off = [abs(each - middle) / middle for times, middle in zip(rounds, served) for each in times]
         errors.append(abs(price / measured - 1))
         print(
             f"      candidate {number}, {len(blocks)} blocks: predicted {price:.2f} ms, measured {measured:.2f} ms "
@@ -171,6 +223,34 @@ def check_keys_and_values(figures, helper, directory):
         figures.add(text, suffices == (less == 0))
 
 
+def check(figures, given, log):
+    latency, memory = given.output / "latency", given.output / "memory"
+
+    def spec(limits, recovery):
+        data = ROOT / "examples" / "data"
+        parent = given.parent.resolve()
+        return SPEC.format(parent=parent, data=data, grid=given.grid, limits=limits, recovery=recovery)
+
+    status, report = run(given.program, given.output, "latency", spec("{latency: 75%}", given.recovery))
+    check_limit(figures, "latency", status, report)
+    if report is None:
+        return
+    config = json.loads((latency / "checkpoint" / "config.json").read_text())
+    parent = [json.dumps(entry(block["shape"])) for block in report["parent"]["architecture"]["blocks"]]
+    check_unseen(figures, given, spec("{latency: 75%}", 0), config, parent, log)
+
+    status, report = run(given.program, given.output, "memory", spec("{memory: 80%}", 0))
+    check_limit(figures, "memory", status, report)
+    if report is None:
+        return
+    with vllm_helper(log) as helper:
+        check_keys_and_values(figures, helper, memory / "checkpoint")
+
+    served = subprocess.run([sys.executable, ROOT / "serving" / "tests" / "check_served.py", latency / "checkpoint"])
+    text = "the export's 20 greedy texts are transformers', and perplexities agree to three digits"
+    figures.add(text, served.returncode == 0)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("program")
@@ -182,32 +262,11 @@ def main():
     parser.add_argument("--recovery", type=int, default=32768)
     given = parser.parse_args()
     figures = Figures("check-vllm")
-    latency, memory = given.output / "latency", given.output / "memory"
-    log = open(given.output / "helper.log", "wb")
-
-    def spec(limits, recovery):
-        data = ROOT / "examples" / "data"
-        parent = given.parent.resolve()
-        return SPEC.format(parent=parent, data=data, grid=given.grid, limits=limits, recovery=recovery)
-
-    status, report = run(given.program, given.output, "latency", spec("{latency: 75%}", given.recovery))
-    check_limit(figures, "latency", status, report)
-    if report is None:
-        return figures.end()
-    config = json.loads((latency / "checkpoint" / "config.json").read_text())
-    layers = len(report["parent"]["architecture"]["blocks"]) // 2
-    check_unseen(figures, given, spec("{latency: 75%}", 0), config, layers, log)
-
-    status, report = run(given.program, given.output, "memory", spec("{memory: 80%}", 0))
-    check_limit(figures, "memory", status, report)
-    if report is None:
-        return figures.end()
-    with vllm_helper(log) as helper:
-        check_keys_and_values(figures, helper, memory / "checkpoint")
-
-    served = subprocess.run([sys.executable, ROOT / "serving" / "tests" / "check_served.py", latency / "checkpoint"])
-    text = "the export's 20 greedy texts are transformers', and perplexities agree to three digits"
-    figures.add(text, served.returncode == 0)
+    try:
+        with open(given.output / "helper.log", "wb") as log:
+            check(figures, given, log)
+    except (EOFError, Refused, TimeoutError) as error:
+        figures.add(f"vLLM's process: {error} (its words are in {given.output / 'helper.log'})", False)
     return figures.end()
 
 
