@@ -109,7 +109,11 @@ def write_parent(directory, sizes):
         torch_dtype="bfloat16",
     )
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    tokenizer = json.loads((tiny / "tokenizer.json").read_text())
+    entries = tokenizer["model"]["vocab"]
+    entries.update((f"<unused {number}>", number) for number in range(len(entries), sizes["vocabulary"]))
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for name in ("tokenizer_config.json", "generation_config.json"):
         shutil.copy(tiny / name, directory)
 
 
@@ -129,7 +133,7 @@ def large(figures, setting, given):
         write_parent(parent, sizes)
     counts = [sizes["kv_heads"], max(1, sizes["kv_heads"] // 4)]
     search = f"mlp_grid: {sizes['channels'] // 2}, kv_groups: {counts}"
-    spec = setting.spec(parent, setting.workload, {"throughput": "115%"}, search, 0)
+    spec = setting.spec(parent, setting.workload, {"throughput": "115% at 90%"}, search, 0)
     status, report = run(given.program, given.output, "large", spec, "--device", setting.device)
     check_limit(figures, "throughput", status, report)
     table = given.output / "large" / "cost-table.json"
@@ -165,7 +169,9 @@ def points_of(workload):
 
 def check_unseen(figures, setting, known, config, given):
     shapes = sorted(name for name in known if name.startswith("{"))
-    wanted = list(candidates(shapes, config["num_hidden_layers"], given.candidates))
+    # The parent comes first: what it is off by is the pace of the device, which all share.
+    wanted = [parent_of(shapes, config["num_hidden_layers"])]
+    wanted += candidates(shapes, config["num_hidden_layers"], given.candidates)
     points = points_of(setting.workload)
     with open(given.output / "helper.log", "wb") as log, vllm_helper(log) as helper:
         for number, blocks in enumerate(wanted):
@@ -174,6 +180,14 @@ def check_unseen(figures, setting, known, config, given):
         times = time_all(helper, len(wanted), points, given.rounds)
     for point in points:
         check_point(figures, setting, known, wanted, point, times)
+
+
+def parent_of(shapes, layers):
+    """The blocks of a parent whose layers are alike: of each kind the largest."""
+    size = {"attention": "num_key_value_heads", "mlp": "intermediate_size"}
+    blocks = [json.loads(shape) for shape in shapes]
+    each = [max((b for b in blocks if b["type"] == kind), key=lambda b: b[size[kind]]) for kind in ("attention", "mlp")]
+    return [json.dumps(block) for block in each] * layers
 
 
 def open_candidate(helper, setting, name, config):
@@ -218,11 +232,13 @@ def check_point(figures, setting, known, wanted, point, times):
     for number, blocks in enumerate(wanted):
         predicted = known["base"][point] + sum(known[block][point] for block in blocks)
         measured = times[number, point, clock]
-        errors.append(abs(predicted / measured - 1))
         wall = max(predicted + host[2], host[0] + host[1] * len(blocks))
-        walls.append(abs(wall / times[number, point, "wall_ms"] - 1))
+        if number > 0:
+            errors.append(abs(predicted / measured - 1))
+            walls.append(abs(wall / times[number, point, "wall_ms"] - 1))
+        who = f"candidate {number}" if number > 0 else "the parent"
         print(
-            f"      {point}, candidate {number}, {len(blocks)} blocks: predicted {predicted:.4f} ms, measured "
+            f"      {point}, {who}, {len(blocks)} blocks: predicted {predicted:.4f} ms, measured "
             f"{measured:.4f} ms ({predicted / measured - 1:+.1%}); by the clock {wall:.3f} and "
             f"{times[number, point, 'wall_ms']:.3f} ms"
         )

@@ -27,7 +27,11 @@ else
     echo "check-vllm-gpu: give ESPALIER_VLLM_PYTHON, a Python that has vLLM for CUDA and the plugin" >&2
     exit 2
 fi
-parent=${PARENT:-$(tests/checks/fetch-smollm2.sh)}
+parts=${PARTS:-small large}
+parent=${PARENT:-}
+if [ -z "$parent" ] && [[ $parts == *small* ]]; then
+    parent=$(tests/checks/fetch-smollm2.sh)
+fi
 program=${PROGRAM:-}
 if [ -z "$program" ]; then
     "${CARGO:-cargo}" build --release --locked --bin espalier
@@ -36,5 +40,5 @@ fi
 mkdir -p "$output"
 HF_HOME=$(realpath "$output")/huggingface
 export HF_HOME PYTHONDONTWRITEBYTECODE=1
-# shellcheck disable=SC2086 # PARTS are words
-exec "$python" tests/checks/vllm-gpu.py "$program" "$parent" "$output" $rehearsal --parts ${PARTS:-small large}
+# shellcheck disable=SC2086 # parts are words
+exec "$python" tests/checks/vllm-gpu.py "$program" "$parent" "$output" $rehearsal --parts $parts

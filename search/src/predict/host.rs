@@ -9,8 +9,9 @@
 
 use super::model::CostModel;
 use super::rows::Load;
+use super::sampled::Sampled;
 use super::timed::{Joining, Timed};
-use crate::{Result, Subject};
+use crate::{Error, Result, Subject};
 
 /// The host's time under a model's loads.
 #[derive(Debug)]
@@ -44,12 +45,31 @@ impl CostModel {
         }
         let known = |subject: Subject| move |load: Load| self.times.subject(&subject, load);
         let floor = |load: Load| self.needed(&Subject::HostFloor, load);
+        // The host works once for a step that a prompt joins, and looks after all the sequences in it.
+        let mut floors = self.timed(floor, Joining::Replaces)?;
+        floors.joined.add(&self.sequences_beside(&floor)?, 1.0);
         Ok(Some(Host {
-            // The host works once for a step that a prompt joins, whatever else the step computes.
-            floor: self.timed(floor, Joining::Replaces)?,
+            floor: floors,
             block: self.timed(known(Subject::HostBlock), Joining::Replaces)?,
             // A prompt that joins finds the device busy.
             alone: self.timed(known(Subject::HostAlone), Joining::IsHidden)?,
         }))
+    }
+
+    /// What the sequences that run add to the host's steps that a prompt joins: as much as to those in which they only decode,
+    /// over a single one's. Nothing where the table does not tell a single one's.
+    fn sequences_beside(&self, floor: &impl Fn(Load) -> Result<Option<Sampled>>) -> Result<Sampled> {
+        if !self.batches_continuously() {
+            return Ok(Sampled::default());
+        }
+        let alone = match self.decode_at(1, floor) {
+            Ok(alone) => alone,
+            Err(Error::MissingRow { .. } | Error::Extrapolation { .. }) => return Ok(Sampled::default()),
+            Err(error) => return Err(error),
+        };
+        let mut added = self.decode_at(self.running(), floor)?;
+        added.add(&alone, -1.0);
+        added.value = added.value.max(0.0);
+        Ok(added.times(self.joined_steps() / self.steps() * self.turnover_correction()))
     }
 }

@@ -444,7 +444,7 @@ impl CostModel {
             _ => courses.min(self.requests() / self.steps()),
         };
         let prompts = match joining {
-            Joining::Replaces if self.running > 1 => self.requests().min(courses * self.steps()),
+            Joining::Replaces if self.running > 1 => self.joined_steps(),
             _ => self.requests(),
         };
         let mut joined = match time(self.prefill(1)) {
@@ -490,7 +490,7 @@ impl CostModel {
     }
 
     /// All decode steps of `sequences` together; nothing where the first token is the only one.
-    fn decode_at(
+    pub(super) fn decode_at(
         &self,
         sequences: usize,
         time: &impl Fn(Load) -> Result<Option<Sampled>>,
@@ -510,6 +510,18 @@ impl CostModel {
     #[allow(clippy::cast_precision_loss)] // far below 2^53
     fn courses(&self) -> f64 {
         self.requests() / self.running as f64
+    }
+
+    /// Steps that a prompt joins, of all that the requests take; none joins a sequence that runs alone.
+    pub(super) fn joined_steps(&self) -> f64 {
+        match self.running {
+            1 => 0.0,
+            _ => self.requests().min(self.courses() * self.steps()),
+        }
+    }
+
+    pub(super) fn turnover_correction(&self) -> f64 {
+        self.corrections.turnover
     }
 
     /// See [`waits`].

@@ -522,6 +522,37 @@ fn the_host_works_once_for_a_step_that_several_prompts_join() {
 }
 
 #[test]
+fn the_host_looks_after_all_sequences_of_a_step_that_a_prompt_joins() {
+    let mut continuous = floored();
+    continuous.key.engine = "vllm".to_owned();
+    // Of one sequence the host needs 2 ms less.
+    let mut alone = continuous.rows.clone();
+    alone.retain_mut(|row| match &mut row.point {
+        Point::Decode { sequences, .. } if row.subject == Subject::HostFloor => {
+            *sequences = 1;
+            row.median_ms -= 2.0;
+            true
+        }
+        _ => false,
+    });
+    continuous.rows.extend(alone);
+    // A workload for which the device is never the slower one.
+    for row in &mut continuous.rows {
+        if row.subject == Subject::HostFloor {
+            row.median_ms *= 10.0;
+        }
+    }
+    let costs = CostModel::new(&continuous, &WORKLOAD, &small(), f32(), None).unwrap();
+    let figures = costs.predict(&small()).unwrap().figures;
+    // Two steps of 60 ms only decode; two prompts, of 200 ms together, each join a step that is 20 ms longer for the two
+    // sequences than for one.
+    close(
+        figures.throughput_tokens_per_second,
+        10_000.0 / (2.0 * 60.0 + 200.0 + 2.0 * 20.0),
+    );
+}
+
+#[test]
 fn continuous_batching_shares_steps_among_those_that_run_and_counts_their_state_alone() {
     let mut continuous = times();
     continuous.key.engine = "vllm".to_owned();
