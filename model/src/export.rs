@@ -135,15 +135,17 @@ pub fn export_tensors(
     })
 }
 
-/// Whether transformers loads it as its plain family: all layers alike, and for Llama, whose config class insists,
-/// a width that the query heads divide.
+/// Whether it loads as its plain family wherever that is served: all layers alike, with query heads that the family's
+/// classes can do with. Llama's config class in transformers insists that they divide the width; Qwen2's model class in vLLM
+/// reads no head size, and takes the width over their number for it.
 fn loads_as_plain_family(architecture: &Architecture) -> bool {
-    let divides = |block: &Block| match &block.shape {
-        BlockShape::Attention(attention) => architecture.hidden.is_multiple_of(attention.query_heads()),
+    let hidden = architecture.hidden;
+    let is_plain = |block: &Block| match (&block.shape, architecture.family) {
+        (BlockShape::Attention(attention), Family::Llama) => hidden.is_multiple_of(attention.query_heads()),
+        (BlockShape::Attention(attention), Family::Qwen2) => hidden == attention.query_width(),
         _ => true,
     };
-    architecture.is_uniform()
-        && (architecture.family != Family::Llama || architecture.blocks.iter().all(divides))
+    architecture.is_uniform() && architecture.blocks.iter().all(is_plain)
 }
 
 /// The parent's config with the new sizes; keys that we do not know are kept.

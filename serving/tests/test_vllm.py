@@ -18,6 +18,7 @@ if not [entry for entry in entry_points(group="vllm.general_plugins") if entry.n
 import odd_shapes  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
 NEW_TOKENS = 24
 
@@ -61,6 +62,31 @@ def test_a_compiled_model_gives_what_an_eager_one_gives(tmp_path, monkeypatch):
         with engine.served(directory, enforce_eager=False) as served:
             tokens, _ = engine.answers(served, prompts(), NEW_TOKENS)
         assert tokens == odd_shapes.greedy(model, prompts(), NEW_TOKENS)
+
+
+def plain_qwen2(directory, heads):
+    """Qwen2 as its own family, whose heads have a size that its config names."""
+    sizes = {"hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 301}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": odd_shapes.HEAD}
+    config = Qwen2Config(**sizes, **attention, max_position_embeddings=256, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.15 + (1.0 if "norm" in name else 0.0))
+    model.save_pretrained(directory)
+    return model
+
+
+def test_a_plain_qwen2_is_served_while_its_heads_fill_its_width_and_no_longer(tmp_path):
+    """The export writes what vLLM cannot load so in the flat form, which names each block's head size."""
+    model = plain_qwen2(tmp_path / "whole", 3)
+    with engine.served(tmp_path / "whole") as served:
+        tokens, _ = engine.answers(served, prompts(), NEW_TOKENS)
+    assert tokens == odd_shapes.greedy(model, prompts(), NEW_TOKENS)
+    plain_qwen2(tmp_path / "cut", 1)
+    with pytest.raises(RuntimeError, match="exceeds dimension size"), engine.served(tmp_path / "cut"):
+        pass
 
 
 def test_bf16_weights_are_served_in_bf16(tmp_path):

@@ -335,6 +335,17 @@ fn llamas_heads_that_do_not_divide_the_width_are_exported_flat_since_transformer
 }
 
 #[test]
+fn qwen2_with_fewer_heads_is_exported_flat_since_vllm_takes_its_head_size_from_their_number() {
+    for family in ["llama", "mistral", "qwen2", "qwen3"] {
+        let half = Variant::Attention { kv_groups: 1 };
+        let variants = [(0, half.clone()), (2, half.clone()), (4, half)];
+        let (config, _, _home) = round_trip(family, &variants);
+        let expected = if family == "qwen2" { "espalier" } else { family };
+        assert_eq!(config["model_type"], expected);
+    }
+}
+
+#[test]
 fn an_export_never_touches_a_directory_that_exists_and_leaves_nothing_half_written() {
     let fixture = Fixture::new("llama");
     let parent = open(fixture.path()).unwrap();
