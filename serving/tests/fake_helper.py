@@ -71,8 +71,8 @@ HEAD_SIZES = [32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512]
 CUDA = os.environ.get("FAKE_VLLM_CUDA") == "1"
 # A GPU's share of a step, and the host's part: what the device waits for, and what it needs itself; microseconds.
 DEVICE_SHARE, ALONE, FLOOR, BLOCK = 0.6, 100, 300, 60
-# What an engine takes while it serves, of a GPU's memory or really of the process's. Of a GPU's also what each engine
-# keeps beside weights, keys and values, and the context.
+# What an engine takes while it serves, of a GPU's memory or really of the process's. Of a GPU's also what the process
+# keeps beside weights, keys and values from its first engine on, and the context.
 ACTIVATIONS, GRAPHS, OUTSIDE = 32 << 20, 64 << 20, 512 << 20
 
 
@@ -239,6 +239,8 @@ def microseconds(config, tokens, keys):
 
 
 class FakePlatform:
+    graphs = 0
+
     def hello(self, trusted, stage):
         stage("import")
         version = os.environ.get("FAKE_VLLM_VERSION", "0.32.0")
@@ -269,7 +271,7 @@ class FakePlatform:
     def memory(self):
         if not CUDA:
             return None
-        held = sum(engine.bytes + GRAPHS for engine in OPEN)
+        held = sum(engine.bytes for engine in OPEN) + self.graphs
         most = held + max((ACTIVATIONS for engine in OPEN if engine.ran), default=0)
         for engine in OPEN:
             engine.ran = False
@@ -316,6 +318,7 @@ class FakePlatform:
         if sum(each.bytes for each in [*OPEN, engine]) > int(os.environ.get("FAKE_VLLM_MEMORY", str(1 << 60))):
             raise Failure("out_of_memory", f"no memory for {engine.bytes} bytes more")
         OPEN.append(engine)
+        self.graphs = GRAPHS
         return engine, {
             "weight_bytes": weights,
             "kv_blocks": limits["kv_blocks"],

@@ -42,6 +42,8 @@ pub(super) struct Helper {
     longest: Option<Duration>,
     /// What the process takes of a GPU beside its allocator, once a model has served.
     pub outside_bytes: Option<u64>,
+    /// The most that a GPU's model has kept of the allocator's beside weights, keys and values.
+    pub kept_bytes: u64,
     /// What a single step of the largest engine may take.
     step: Duration,
 }
@@ -128,6 +130,7 @@ impl Helper {
             had_others: false,
             longest: None,
             outside_bytes: None,
+            kept_bytes: 0,
             step: Duration::ZERO,
         };
         let request = Request::Hello {

@@ -5,7 +5,9 @@
 //! Of a GPU: the engine's memory is read before a model is opened, after, and after it has served. What opening kept of
 //! the allocator's beside weights, keys and values are captured graphs and buffers; what serving added are activations.
 //! What a process takes beside the allocator (the device's context, libraries, launched graphs) is measured once in it,
-//! when its first model has served, and is part of every model: each would be served by a process of its own.
+//! when its first model has served, and is part of every model: each would be served by a process of its own. The same
+//! holds of what it takes once of the allocator's, with whichever model comes first (the pool of all graphs, rotary tables,
+//! cuBLAS's workspace): each model counts with at least what any before it kept.
 
 use super::protocol::{self, DeviceMemory, Memory};
 use super::{Error, InVllm, Whole};
@@ -23,19 +25,20 @@ pub(super) struct Readings {
 }
 
 impl Readings {
-    /// Bytes beside the `counted` ones of weights, keys and values; `outside` is what the process takes beside the
-    /// allocator.
-    pub fn beside(&self, counted: u64, outside: u64) -> u64 {
+    /// Bytes that opening kept beside the `counted` ones of weights, keys and values.
+    pub fn kept(&self, counted: u64) -> u64 {
         let taken = self
             .opened
             .reserved_bytes
             .saturating_sub(self.before.reserved_bytes);
-        let kept = taken.saturating_sub(counted);
-        let activations = self
-            .served
+        taken.saturating_sub(counted)
+    }
+
+    /// Bytes that serving added.
+    pub fn activations(&self) -> u64 {
+        self.served
             .peak_reserved_bytes
-            .saturating_sub(self.opened.reserved_bytes);
-        kept.saturating_add(activations).saturating_add(outside)
+            .saturating_sub(self.opened.reserved_bytes)
     }
 }
 
@@ -73,7 +76,11 @@ impl InVllm<'_> {
             opened: after,
             served,
         };
-        Ok(readings.beside(counted, outside))
+        let kept = readings.kept(counted).max(self.helper.kept_bytes);
+        self.helper.kept_bytes = kept;
+        Ok(kept
+            .saturating_add(readings.activations())
+            .saturating_add(outside))
     }
 
     /// The most that a host's memory rises by while the model serves, of several runs: how much of what one run frees the
