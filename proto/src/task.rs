@@ -375,6 +375,10 @@ pub struct MeasuredPair {
     /// The share of the runs that were taken while others used the processors, of the model with more of them.
     #[serde(default)]
     pub disturbed: f64,
+    /// Whether memory is told without what the device's context takes: others held memory of the device, and what is theirs
+    /// could not be told from it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub without_context: bool,
     /// How the candidate was served, where another program can serve it alike.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub serving: Option<Serving>,
@@ -561,7 +565,42 @@ pub struct Progress {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use super::Recipe;
+    use espalier_search::{Measurement, Shortage, Summary, WholeParent};
+
+    use super::{MeasuredPair, Recipe};
+
+    #[test]
+    fn a_pair_with_its_context_is_written_as_before_it_could_be_without() {
+        let once = Summary {
+            median: 1.0,
+            spread: 0.0,
+            samples: vec![1.0],
+        };
+        let shortage = Shortage {
+            needed_bytes: 2,
+            free_bytes: 1,
+        };
+        let mut pair = MeasuredPair {
+            parent: WholeParent::TooLarge(shortage),
+            candidate: Measurement {
+                latency_ms: once.clone(),
+                first_token_ms: once.clone(),
+                per_token_ms: once.clone(),
+                throughput_tokens_per_second: once,
+                memory_bytes: 1,
+            },
+            drift: 0.0,
+            disturbed: 0.0,
+            without_context: false,
+            serving: None,
+        };
+        let written = serde_json::to_string(&pair).unwrap();
+        assert!(!written.contains("context"), "{written}");
+        assert_eq!(serde_json::from_str::<MeasuredPair>(&written).unwrap(), pair);
+        pair.without_context = true;
+        let written = serde_json::to_string(&pair).unwrap();
+        assert_eq!(serde_json::from_str::<MeasuredPair>(&written).unwrap(), pair);
+    }
 
     #[test]
     fn a_recipe_for_one_rank_is_written_as_before_there_were_several() {

@@ -42,6 +42,7 @@ Time passes as if it were slept. The environment says what else is different:
     FAKE_VLLM_VERSION  the version it says it is, "0.32.0"
     FAKE_VLLM_CUDA     1: a GPU, with graphs. Its own time of a step is 60% of the above; by the clock a step of n blocks
                        takes the longer of that and 100 µs, and of 300 + 60 n
+    FAKE_VLLM_SHARED   1: others have memory of the GPU, so that nobody knows what its context takes
     FAKE_VLLM_PRELOAD  what it says was preloaded
     FAKE_VLLM_THREADS  threads of the engines that it opens, 1, which is what it says it has
     FAKE_VLLM_LOG      path of a file to which each request's line is appended
@@ -278,7 +279,7 @@ class FakePlatform:
         return {
             "reserved_bytes": held,
             "peak_reserved_bytes": most,
-            "outside_bytes": OUTSIDE,
+            "outside_bytes": None if os.environ.get("FAKE_VLLM_SHARED") == "1" else OUTSIDE,
             "used_bytes": held + OUTSIDE,
             "total_bytes": 8 << 30,
         }

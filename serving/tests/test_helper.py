@@ -510,6 +510,8 @@ class Device(unittest.TestCase):
         self.assertFalse(device.is_ours_alone())
         again = device.take_memory(alone=False)
         self.assertEqual((again["peak_reserved_bytes"], again["outside_bytes"]), (100, None))
+        self.gpu.others = 1 << 29
+        self.assertEqual(device.take_memory(alone=False)["outside_bytes"], 1 << 29, "they have left")
 
 
 class Ahead:

@@ -82,6 +82,11 @@ pub trait Engine {
     /// Bytes that the model takes under its workload: weights, state and activations.
     fn memory_bytes(&self, model: Opened) -> u64;
 
+    /// Whether those are without what the device's context takes, since others held memory of the device.
+    fn without_context(&self, _: Opened) -> bool {
+        false
+    }
+
     /// How another program serves the model just so; none where only this engine can.
     fn serving(&self, model: Opened) -> Option<Serving>;
 }

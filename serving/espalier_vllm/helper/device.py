@@ -77,8 +77,8 @@ def take_memory(alone):
     """Held by this process's allocator now and at most since this was last asked, and by whatever else there is.
 
     What is free is given back to the device between, so that models opened earlier hide nothing of later ones.
-    `outside_bytes` is what is used beside the allocator's: the context, libraries, launched graphs. Where the device is
-    not ours alone that cannot be told from others'.
+    `outside_bytes` is what is used beside the allocator's: the context, libraries, launched graphs. Where others had
+    memory of the device from the start and have it still, that cannot be told from theirs.
     """
     import torch
 
@@ -87,11 +87,12 @@ def take_memory(alone):
     held, reserved = memory(), torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     used = held["total_bytes"] - held["free_bytes"]
+    outside = used - reserved
     return {
         "reserved_bytes": reserved,
         "peak_reserved_bytes": max(peak, reserved),
         "used_bytes": used,
-        "outside_bytes": used - reserved if alone else None,
+        "outside_bytes": outside if alone or outside < LONELY_BYTES else None,
         "total_bytes": held["total_bytes"],
     }
 

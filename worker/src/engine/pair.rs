@@ -113,6 +113,7 @@ fn alternate(
     }
     let candidate = of_candidate.measurement(engine.memory_bytes(both.candidate));
     let disturbed = of_parent.disturbed().max(of_candidate.disturbed());
+    let without_context = engine.without_context(both.candidate);
     let serving = engine.serving(both.candidate);
     Ok(match both.parent {
         Ok(parent) => MeasuredPair {
@@ -120,6 +121,7 @@ fn alternate(
             candidate,
             drift: of_parent.drift(),
             disturbed,
+            without_context,
             serving,
         },
         Err(shortage) => MeasuredPair {
@@ -127,6 +129,7 @@ fn alternate(
             candidate,
             drift: of_candidate.drift(),
             disturbed,
+            without_context,
             serving,
         },
     })

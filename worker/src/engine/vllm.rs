@@ -146,6 +146,8 @@ struct Whole {
     memory_bytes: u64,
     /// Beside weights, keys and values.
     other_bytes: u64,
+    /// Whether a GPU's context is not among them.
+    without_context: bool,
     serving: Serving,
 }
 
@@ -294,6 +296,7 @@ impl InVllm<'_> {
         )?;
         // One that is opened once more may find free what models before it have left.
         whole.other_bytes = self.other_bytes(&whole, &before, &opened)?.max(whole.other_bytes);
+        whole.without_context = before.device.is_some() && self.helper.outside_bytes.is_none();
         whole.memory_bytes = opened
             .weight_bytes
             .saturating_add(opened.kv_bytes)
@@ -401,6 +404,7 @@ impl Engine for InVllm<'_> {
             workload: *workload,
             memory_bytes: 0,
             other_bytes: 0,
+            without_context: false,
             serving: Serving::default(),
         });
         if let Err(error) = &whole
@@ -455,6 +459,11 @@ impl Engine for InVllm<'_> {
         whole
             .and_then(Option::as_ref)
             .map_or(0, |whole| whole.memory_bytes)
+    }
+
+    fn without_context(&self, model: Opened) -> bool {
+        let whole = self.open.get(model.index()).and_then(Option::as_ref);
+        whole.is_some_and(|whole| whole.without_context)
     }
 
     fn serving(&self, model: Opened) -> Option<Serving> {

@@ -120,6 +120,7 @@ fn run(spec: &JobSpec, slower: &[f64]) -> (Result<Outcome, PlanError>, World, Se
             candidate: served(candidate, running.unwrap_or(all), slower),
             drift: 0.0,
             disturbed: 0.0,
+            without_context: false,
             serving: None,
         }))
     };

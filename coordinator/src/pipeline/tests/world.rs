@@ -69,6 +69,8 @@ pub(super) struct World {
     pub(super) drifts: Vec<f64>,
     /// The share of times that others disturb.
     pub(super) disturbed: f64,
+    /// Whether others hide what the device's context takes.
+    pub(super) without_context: bool,
     /// How much slower the machine is now than when it profiled.
     pub(super) pace: f64,
     /// Why nobody can measure the parent.
@@ -85,6 +87,7 @@ impl Default for World {
             verify_biases: Vec::new(),
             drifts: vec![0.0],
             disturbed: 0.0,
+            without_context: false,
             pace: 1.0,
             shortage: None,
             beside: None,
@@ -185,6 +188,7 @@ impl World {
             candidate: measurement(candidate, self.pace * self.bias * slower),
             drift,
             disturbed: self.disturbed,
+            without_context: self.without_context,
             serving: None,
         }))
     }

@@ -40,7 +40,8 @@ pub(super) struct Helper {
     had_others: bool,
     /// The longest time that passed, while something was timed, until it was further.
     longest: Option<Duration>,
-    /// What the process takes of a GPU beside its allocator, once a model has served.
+    /// What the process takes of a GPU beside its allocator, once a model has served where that could be told from what
+    /// others have.
     pub outside_bytes: Option<u64>,
     /// The most that a GPU's model has kept of the allocator's beside weights, keys and values.
     pub kept_bytes: u64,

@@ -65,12 +65,11 @@ impl InVllm<'_> {
             .into());
         };
         let counted = opened.weight_bytes.saturating_add(opened.kv_bytes);
-        let outside = *self.helper.outside_bytes.get_or_insert_with(|| {
-            if served.outside_bytes.is_none() {
-                tracing::warn!("others have memory of the device: the context's own is not counted");
-            }
-            served.outside_bytes.unwrap_or(0)
-        });
+        let known = self.helper.outside_bytes.or(served.outside_bytes);
+        if known.is_none() {
+            tracing::warn!("others have memory of the device: the context's own is not counted");
+        }
+        self.helper.outside_bytes = known;
         let readings = Readings {
             before: before.clone(),
             opened: after,
@@ -80,7 +79,7 @@ impl InVllm<'_> {
         self.helper.kept_bytes = kept;
         Ok(kept
             .saturating_add(readings.activations())
-            .saturating_add(outside))
+            .saturating_add(known.unwrap_or(0)))
     }
 
     /// The most that a host's memory rises by while the model serves, of several runs: how much of what one run frees the

@@ -67,6 +67,24 @@ fn on_a_gpu_memory_is_also_what_opening_kept_what_serving_took_and_the_process_o
 }
 
 #[test]
+fn memory_without_the_context_that_others_hide_is_told_as_such() {
+    if !has_python() {
+        return;
+    }
+    let alone = World::new(&[("FAKE_VLLM_CUDA", "1")]).pair(None).unwrap();
+    assert!(!alone.without_context);
+    let shared = World::new(&[("FAKE_VLLM_CUDA", "1"), ("FAKE_VLLM_SHARED", "1")]);
+    let shared = shared.pair(None).unwrap();
+    assert!(shared.without_context);
+    let hidden = alone.candidate.memory_bytes - shared.candidate.memory_bytes;
+    assert_eq!(hidden, 512 << 20);
+    assert!(
+        !World::new(&[]).pair(None).unwrap().without_context,
+        "a processor has none"
+    );
+}
+
+#[test]
 fn runs_beside_others_are_told_as_such() {
     if !has_python() {
         return;
