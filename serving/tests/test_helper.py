@@ -583,14 +583,23 @@ class WorksAhead(unittest.TestCase):
         self.assertLess(max(later) - min(later), 0.1 * max(later))
         self.assertEqual(len(served["per_token_ms"]), 16)
 
+    def test_of_requests_that_come_at_once_none_is_cut_short_however_few_run_together(self):
+        self.limits["max_sequences"] = 2
+        workload = {"prompt_tokens": 20, "output_tokens": 10, "concurrency": 8}
+        served = measure.serve(self.inner, workload, 8, lambda *stage: None)
+        course, first = served["end_to_end_ms"][0], served["first_token_ms"][0]
+        # Four pairs, one after another: the middle ones have waited for one and a half.
+        self.assertAlmostEqual(statistics.median(served["end_to_end_ms"]) / (2.5 * course), 1, delta=0.01)
+        self.assertAlmostEqual(statistics.median(served["first_token_ms"]) / (1.5 * course + first), 1, delta=0.01)
+
     def test_the_first_requests_are_shorter_only_where_there_are_enough_others(self):
-        steady = measure.Steady(12, 10, 4)
+        steady = measure.Steady(12, 10, 4, 4)
         self.assertEqual([steady.output_of(request) for request in range(6)], [3, 5, 8, 10, 10, 10])
         # Two tokens a second from the end of the fourth to that of the eighth.
         for now, ended in ((1, 3), (2, 4), (3, 6), (4, 8), (5, 12)):
             steady.step(now, 2, ended)
         self.assertEqual(steady.tokens_per_second(), 2)
-        whole = measure.Steady(11, 10, 4)
+        whole = measure.Steady(11, 10, 4, 4)
         self.assertEqual([whole.output_of(request) for request in range(4)], [10] * 4)
         whole.begin(0)
         whole.step(1, 30, 4)

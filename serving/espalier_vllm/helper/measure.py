@@ -183,11 +183,12 @@ class Steady:
 
     Requests that began together would end together, and so would all that come after them, as no server's do. So the
     first ones are shorter, each by another part, and what counts begins when these have ended and ends when there is
-    nothing left to take a request's place. Where there are too few requests for that, all of them count.
+    nothing left to take a request's place. Where there are too few requests for that, all of them count; so they do where
+    they all come at once, to be told how long each takes: none of those is cut short.
     """
 
-    def __init__(self, requests, new_tokens, together):
-        self.is_whole = requests < 3 * together
+    def __init__(self, requests, new_tokens, concurrency, together):
+        self.is_whole = requests <= concurrency or requests < 3 * together
         self.first, self.last = (0, requests) if self.is_whole else (together, requests - together)
         self.new_tokens, self.together = new_tokens, together
         self.tokens, self.began, self.ended = 0, None, None
@@ -220,7 +221,7 @@ def serve(engine, workload, requests, stage):
     # Blocks for all are not asked for: to run short of them, and how often, is an answer. Those beyond max_sequences wait.
     check_fits(engine.limits, 1, length + new_tokens, "workload")
     courses, ended, taken, peak = {}, 0, 0, 0
-    steady = Steady(requests, new_tokens, min(concurrency, engine.limits["max_sequences"]))
+    steady = Steady(requests, new_tokens, concurrency, min(concurrency, engine.limits["max_sequences"]))
     preempted = engine.preempted()
     clock, load = engine.clock, engine.clock.load()
     start = clock.now()
