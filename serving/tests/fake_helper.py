@@ -331,7 +331,7 @@ class FakePlatform:
             "async_scheduling": False,
             "threads": int(os.environ.get("FAKE_VLLM_THREADS", "1")),
             "serve_arguments": ["--max-num-seqs", str(fields["max_sequences"]), "--no-enable-prefix-caching"],
-            "serve_environment": {} if CUDA else {"OMP_NUM_THREADS": "1"},
+            "serve_environment": {**settings_of(os.environ), **({} if CUDA else {"OMP_NUM_THREADS": "1"})},
             "seconds": 0.1,
         }
 

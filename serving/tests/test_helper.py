@@ -796,6 +796,12 @@ class Pure(unittest.TestCase):
         found["VLLM_CPU_OMP_THREADS_BIND"] = "0-15"
         self.assertIn("VLLM_CPU_OMP_THREADS_BIND", engine.settings_of(found))
 
+    def test_whatever_a_user_has_set_of_vllms_a_server_is_told_too(self):
+        settings = {"VLLM_ATTENTION_BACKEND": "X"}
+        self.assertEqual(engine.serve_environment(settings, True, {"OMP_NUM_THREADS": "4"}), settings)
+        on_cpu = engine.serve_environment(settings, False, {"OMP_NUM_THREADS": "4"})
+        self.assertEqual({**on_cpu, "LD_PRELOAD": ""}, {**settings, "OMP_NUM_THREADS": "4", "LD_PRELOAD": ""})
+
     def test_a_window_needs_no_more_blocks_than_it_keeps(self):
         limits = {"block_tokens": 32, "max_tokens": 64, "windows": [None]}
         self.assertEqual(measure.blocks_of(limits, 1000), 32)

@@ -64,7 +64,8 @@ def config(*blocks, **changes):
 
 def start():
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    return Client(HELPER, {"PYTHONPATH": path, "VLLM_CPU_KVCACHE_SPACE": "1"}, sys.stderr.fileno())
+    variables = {"PYTHONPATH": path, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    return Client(HELPER, variables, sys.stderr.fileno())
 
 
 @unittest.skipUnless(importlib.util.find_spec("vllm"), "vLLM is not installed here")
@@ -139,6 +140,8 @@ class Helper(unittest.TestCase):
             "enforce_eager": True,
         }
         self.assertEqual({key: getattr(found, key) for key in expected}, expected)
+        self.assertEqual(self.hello["settings"]["VLLM_USE_FLASHINFER_SAMPLER"], "0")
+        self.assertEqual(answer["serve_environment"]["VLLM_USE_FLASHINFER_SAMPLER"], "0", "what a user sets, a server needs")
         if self.hello["platform"] == "cpu":
             self.assertEqual(answer["serve_environment"]["VLLM_CPU_OMP_THREADS_BIND"], "nobind")
 

@@ -78,12 +78,13 @@ class Platform:
 
     def __init__(self):
         self.cuda = self.alone = False
+        self.settings = {}
         self.open_engines = []
 
     def hello(self, trusted, stage):
         stage("import")
         # Before vLLM sets some itself.
-        settings = settings_of(os.environ)
+        self.settings = settings_of(os.environ)
         try:
             import vllm
 
@@ -116,7 +117,7 @@ class Platform:
             "preload": os.environ.get("LD_PRELOAD", ""),
             "driver": device.driver() if self.cuda else None,
             "multiprocessors": device.multiprocessors() if self.cuda else None,
-            "settings": settings,
+            "settings": self.settings,
             "head_sizes": None if self.cuda else cpu_head_sizes(),
             "precisions": [name for name, dtype in DTYPES.items() if getattr(torch, dtype) in supported],
             "graphs": self.cuda,
@@ -319,7 +320,7 @@ class Engine:
             "async_scheduling": self.ahead > 0,
             "threads": torch.get_num_threads(),
             "serve_arguments": serve_arguments(self.options),
-            "serve_environment": {} if self.owner.cuda else cpu_variables(os.environ),
+            "serve_environment": serve_environment(self.owner.settings, self.owner.cuda, os.environ),
         }
 
     def captured_sizes(self):
@@ -418,6 +419,11 @@ def serve_arguments(options):
         else:
             found += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return found
+
+
+def serve_environment(settings, cuda, environment):
+    """The variables that a server needs to run as this process does: settings of vLLM's, and what a CPU's threads hang on."""
+    return settings if cuda else {**settings, **cpu_variables(environment)}
 
 
 def cpu_variables(environment):
