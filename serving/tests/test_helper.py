@@ -802,6 +802,17 @@ class Pure(unittest.TestCase):
         on_cpu = engine.serve_environment(settings, False, {"OMP_NUM_THREADS": "4"})
         self.assertEqual({**on_cpu, "LD_PRELOAD": ""}, {**settings, "OMP_NUM_THREADS": "4", "LD_PRELOAD": ""})
 
+    def test_a_config_has_the_same_place_each_time_and_another_one_another(self):
+        with tempfile.TemporaryDirectory() as root:
+            vllm = SimpleNamespace(envs=SimpleNamespace(VLLM_CACHE_ROOT=root))
+            with unittest.mock.patch.dict(sys.modules, {"vllm": vllm}):
+                shape = config(attention(), mlp(64))
+                place = engine.place_of(shape)
+                self.assertEqual(engine.place_of(dict(reversed(shape.items()))), place)
+                self.assertNotEqual(engine.place_of(config(attention(), mlp(65))), place)
+            self.assertEqual([file.name for file in place.iterdir()], ["config.json"])
+            self.assertEqual(json.loads((place / "config.json").read_text()), shape)
+
     def test_a_window_needs_no_more_blocks_than_it_keeps(self):
         limits = {"block_tokens": 32, "max_tokens": 64, "windows": [None]}
         self.assertEqual(measure.blocks_of(limits, 1000), 32)

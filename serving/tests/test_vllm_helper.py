@@ -62,17 +62,18 @@ def config(*blocks, **changes):
     return {**plain, **changes}
 
 
-def start():
+def start(**more):
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
     variables = {"PYTHONPATH": path, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    return Client(HELPER, variables, sys.stderr.fileno())
+    return Client(HELPER, {**variables, **more}, sys.stderr.fileno())
 
 
 @unittest.skipUnless(importlib.util.find_spec("vllm"), "vLLM is not installed here")
 class Helper(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        cls.client = start()
+        cls.cache = tempfile.TemporaryDirectory()
+        cls.client = start(VLLM_CACHE_ROOT=cls.cache.name)
         cls.hello = cls.client.ask("hello", protocol=1)
         cls.opened = []
 
@@ -80,6 +81,7 @@ class Helper(unittest.TestCase):
     def tearDownClass(cls):
         status = cls.client.end()
         cls.client.__exit__()
+        cls.cache.cleanup()
         assert status == 0, status
 
     def tearDown(self):
@@ -216,6 +218,16 @@ class Helper(unittest.TestCase):
         for name in ("compiled", "eager"):
             point = {"decode": {"context": 40, "sequences": 2}}
             self.assertEqual(len(self.client.ask("steps", engine=name, point=point, repeats=3)["wall_ms"]), 3)
+
+    def test_what_was_compiled_of_a_shape_is_found_again(self):
+        blocks = attention(3, 1), mlp(64), attention(2, 1)
+        found = []
+        for name in ("first", "again"):
+            self.open(name, *blocks, compiled=True)
+            found.append(sorted(Path(self.cache.name, "torch_compile_cache").rglob("rank_0_0")))
+        first, again = found
+        self.assertTrue(first)
+        self.assertEqual(first, again)
 
     def held(self):
         """Bytes now, and at most since this was last asked, where weights lie."""

@@ -5,11 +5,11 @@ scheduler (who runs, who was put back, how blocks are laid out) and the attentio
 """
 
 import gc
+import hashlib
 import json
 import os
 import platform
 import re
-import tempfile
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -133,12 +133,7 @@ class Platform:
         """An engine and what is told of it."""
         start = time.perf_counter()
         self.check(fields)
-        with tempfile.TemporaryDirectory(prefix="espalier-vllm-") as work:
-            directory = fields["directory"]
-            if directory is None:
-                directory = work
-                Path(work, "config.json").write_text(json.dumps(fields["config"]))
-            engine = Engine(directory, fields, self, stage)
+        engine = Engine(fields["directory"] or place_of(fields["config"]), fields, self, stage)
         self.open_engines.append(engine)
         try:
             engine.check_head_sizes()
@@ -224,6 +219,22 @@ def cpu_head_sizes():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     return CPUAttentionBackend.get_supported_head_sizes()
+
+
+def place_of(config):
+    """A directory with this config and no weights, the same one each time: vLLM finds what it has compiled by a model's path
+    among other things. So it lies beside that, and stays as long."""
+    from vllm import envs
+
+    text = json.dumps(config, sort_keys=True)
+    name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    directory = Path(envs.VLLM_CACHE_ROOT, "espalier-configs", name)
+    directory.mkdir(parents=True, exist_ok=True)
+    # Another process may read it.
+    partial = directory / f"config.json.{os.getpid()}"
+    partial.write_text(text)
+    partial.replace(directory / "config.json")
+    return directory
 
 
 class Engine:
