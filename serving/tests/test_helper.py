@@ -762,6 +762,21 @@ class Pure(unittest.TestCase):
             (root / "cpu" / "cpu.cfs_quota_us").write_text("-1")
             self.assertIsNone(clock.Quota.of_this_process(root, groups))
 
+    def test_checks_measure_with_the_threads_of_a_worker(self):
+        checks = str(HERE.parent.parent / "tests" / "checks")
+        with unittest.mock.patch.object(sys, "path", [*sys.path, checks]):
+            import measured
+        for processors, quota, threads in (({0}, None, "1"), ({0, 1, 2}, 2.5, "2"), ({0, 1}, 0.5, "1")):
+            host = clock.HostClock()
+            host.processors, host.quota = processors, quota and clock.Quota(quota, None)
+            with (
+                unittest.mock.patch.object(measured, "HostClock", lambda: host),
+                unittest.mock.patch.object(measured, "Client") as client,
+                measured.vllm_helper(None),
+            ):
+                pass
+            self.assertEqual(client.call_args.args[1], {"OMP_NUM_THREADS": threads})
+
     def test_the_machines_own_clock_says_a_share(self):
         host = clock.HostClock()
         load = host.load()

@@ -5,7 +5,6 @@ Not run by itself. Of the environment that has vLLM and the plugin.
 
 import contextlib
 import json
-import os
 import random
 import subprocess
 import sys
@@ -15,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "serving" / "tests"))
 
 from client import Client  # noqa: E402
+from espalier_vllm.helper.clock import HostClock  # noqa: E402
 
 
 class Figures:
@@ -137,9 +137,9 @@ def block_bytes(config, tokens, precision):
 
 @contextlib.contextmanager
 def vllm_helper(log):
-    """A process of vLLM's, as a worker starts it."""
-    command, threads = [sys.executable, "-m", "espalier_vllm.helper"], str(os.cpu_count())
-    with Client(command, {"OMP_NUM_THREADS": threads}, log) as helper:
+    """A process of vLLM's, as a worker starts it: with as many threads as there are processors that it may use."""
+    threads = max(1, int(HostClock().allowed()))
+    with Client([sys.executable, "-m", "espalier_vllm.helper"], {"OMP_NUM_THREADS": str(threads)}, log) as helper:
         helper.ask("hello", protocol=1)
         yield helper
         helper.end(timeout=60)

@@ -53,9 +53,12 @@ class HostClock:
         shared = None if load.shared is None or now.shared is None else now.shared - load.shared
         quota = self.quota.processors if self.quota else None
         taken = taken_share(took, now.busy - load.busy, len(self.processors), quota, shared)
-        allowed = min(len(self.processors), quota or len(self.processors))
-        waited = waiting_share(took, now.waited - load.waited, allowed)
+        waited = waiting_share(took, now.waited - load.waited, self.allowed())
         return round(max(taken, waited), 4)
+
+    def allowed(self):
+        """How many processors this process may use, a part of one too where a quota says so."""
+        return min(len(self.processors), self.quota.processors if self.quota else len(self.processors))
 
 
 def taken_share(took, busy, processors, quota=None, shared=None):
