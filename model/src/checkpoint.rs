@@ -169,7 +169,7 @@ impl Parent {
         self.side_files.special_tokens(&self.config, &id_of)
     }
 
-    /// The narrowest type that holds the stored weights: 16-bit when all of them are 16-bit or quantised.
+    /// What exports of it are written in: f16 when all weights are, bf16 when all of them are 16-bit or quantised, else f32.
     pub fn stored_precision(&self) -> Precision {
         self.tensors.precision()
     }

@@ -154,6 +154,14 @@ pub enum Error {
         /// What stands in the way.
         reason: String,
     },
+    /// A weight that half precision does not hold.
+    #[error("{tensor}: has a weight of {value}, expected at most 65504 where it is written in float16")]
+    BeyondF16 {
+        /// Its tensor.
+        tensor: String,
+        /// The weight.
+        value: f32,
+    },
     /// A thread that reads weights ahead and could not begin, or ended early.
     #[error("the thread that reads weights: {source}")]
     Reader {

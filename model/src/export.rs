@@ -166,6 +166,7 @@ fn dtype(precision: Precision) -> &'static str {
     match precision {
         Precision::F32 => "float32",
         Precision::Bf16 => "bfloat16",
+        Precision::F16 => "float16",
     }
 }
 

@@ -27,6 +27,8 @@ pub enum Precision {
     F32,
     /// The upper half of single precision.
     Bf16,
+    /// IEEE half precision: more digits than bf16, and no number beyond 65504.
+    F16,
 }
 
 impl From<Precision> for espalier_arch::Precision {
@@ -34,6 +36,7 @@ impl From<Precision> for espalier_arch::Precision {
         match precision {
             Precision::F32 => Self::F32,
             Precision::Bf16 => Self::Bf16,
+            Precision::F16 => Self::F16,
         }
     }
 }
@@ -204,13 +207,15 @@ impl TensorIndex {
         read_from(file, name, stored)
     }
 
-    /// 16-bit when no tensor is wider.
+    /// 16-bit when no matrix is wider; f16 when all of them are that.
     pub fn precision(&self) -> Precision {
-        let wide = |stored: &Stored| {
-            matches!(stored.encoding, Encoding::F32 | Encoding::F64) && stored.shape.len() > 1
-        };
-        if self.tensors.values().any(wide) {
+        let matrices = self.tensors.values().filter(|stored| stored.shape.len() > 1);
+        let mut encodings = matrices.map(|stored| stored.encoding);
+        let is_wide = |encoding| matches!(encoding, Encoding::F32 | Encoding::F64);
+        if encodings.clone().any(is_wide) {
             Precision::F32
+        } else if encodings.all(|encoding| encoding == Encoding::F16) {
+            Precision::F16
         } else {
             Precision::Bf16
         }

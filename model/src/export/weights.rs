@@ -124,23 +124,34 @@ impl Writing<'_> {
             let together = (DOWNLOADED_ELEMENTS / tensor.columns().max(1)).max(1);
             for first in (0..tensor.rows()).step_by(together) {
                 let part = tensor.narrow_rows(first, together.min(tensor.rows() - first))?;
-                writer
-                    .write_all(&self.bytes(&self.tensors.operations.download(&part)?))
-                    .map_err(io)?;
+                let values = self.tensors.operations.download(&part)?;
+                writer.write_all(&self.bytes(entry, &values)?).map_err(io)?;
             }
         }
         let file = writer.into_inner().map_err(|error| io(error.into_error()))?;
         file.sync_all().map_err(io)
     }
 
-    fn bytes(&self, values: &[f32]) -> Vec<u8> {
-        let values = values.iter();
-        match self.precision {
-            Precision::F32 => values.flat_map(|value| value.to_le_bytes()).collect(),
-            Precision::Bf16 => values
+    fn bytes(&self, entry: &Entry, values: &[f32]) -> Result<Vec<u8>> {
+        let each = values.iter();
+        Ok(match self.precision {
+            Precision::F32 => each.flat_map(|value| value.to_le_bytes()).collect(),
+            Precision::Bf16 => each
                 .flat_map(|value| half::bf16::from_f32(*value).to_le_bytes())
                 .collect(),
-        }
+            Precision::F16 => {
+                let is_beyond =
+                    |value: &&f32| value.is_finite() && half::f16::from_f32(**value).is_infinite();
+                if let Some(value) = values.iter().find(is_beyond) {
+                    return Err(Error::BeyondF16 {
+                        tensor: entry.name.clone(),
+                        value: *value,
+                    });
+                }
+                each.flat_map(|value| half::f16::from_f32(*value).to_le_bytes())
+                    .collect()
+            }
+        })
     }
 }
 
@@ -153,6 +164,7 @@ fn header(entries: &[Entry], precision: Precision) -> Result<Vec<u8>> {
         let dtype = match precision {
             Precision::F32 => "F32",
             Precision::Bf16 => "BF16",
+            Precision::F16 => "F16",
         };
         let info = json!({"dtype": dtype, "shape": entry.own.shape, "data_offsets": [begin, end]});
         fields.insert(entry.name.clone(), info);

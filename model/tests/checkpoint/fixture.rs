@@ -105,6 +105,13 @@ impl Fixture {
             .insert(name.to_owned(), (shape.to_vec(), data));
     }
 
+    /// Makes the numbers of a tensor so many times as large; they are written by the next `write_weights`.
+    pub fn scale(&self, name: &str, times: f32) {
+        let mut tensors = self.tensors.borrow_mut();
+        let (_, data) = tensors.get_mut(name).unwrap();
+        data.iter_mut().for_each(|number| *number *= times);
+    }
+
     pub fn write_weights(&self, dtype: &str, keep: impl Fn(&str) -> bool) {
         let tensors = self.tensors();
         let kept: Tensors = tensors.into_iter().filter(|(name, _)| keep(name)).collect();

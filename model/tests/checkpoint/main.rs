@@ -346,6 +346,42 @@ fn qwen2_with_fewer_heads_is_exported_flat_since_vllm_takes_its_head_size_from_t
 }
 
 #[test]
+fn a_parent_in_f16_is_exported_in_f16_bit_for_bit_while_its_weights_are_no_larger() {
+    let fixture = Fixture::new("llama");
+    fixture.write_weights("F16", |_| true);
+    let parent = open(fixture.path()).unwrap();
+    assert_eq!(parent.stored_precision(), Precision::F16);
+    let host = CpuOperations::new();
+    let model = parent.load(&host).unwrap();
+    let home = tempfile::tempdir().unwrap();
+    let directory = home.path().join("export");
+    export(&model, &parent, &directory, Precision::F16, &host).unwrap();
+    let again = open(&directory).unwrap();
+    assert_eq!(again.config["dtype"], "float16");
+    assert_eq!(again.stored_precision(), Precision::F16);
+    assert_same_weights(&model, &again.load(&host).unwrap());
+    let weight = elements(model.tensors()[0].1)[1];
+    assert_ne!(
+        half::bf16::from_f32(weight).to_f32(),
+        weight,
+        "bf16 has less of it"
+    );
+
+    fixture.scale("model.norm.weight", 1e6);
+    fixture.write_weights("F32", |_| true);
+    let wide = open(fixture.path()).unwrap();
+    let directory = home.path().join("wide");
+    let model = wide.load(&host).unwrap();
+    let error = export(&model, &wide, &directory, Precision::F16, &host).unwrap_err();
+    assert!(
+        matches!(error, espalier_model::Error::BeyondF16 { .. }),
+        "{error}"
+    );
+    assert!(error.to_string().starts_with("model.norm.weight"), "{error}");
+    assert!(!directory.exists());
+}
+
+#[test]
 fn an_export_never_touches_a_directory_that_exists_and_leaves_nothing_half_written() {
     let fixture = Fixture::new("llama");
     let parent = open(fixture.path()).unwrap();

@@ -2,13 +2,14 @@
 //! of its own; the one that is promoted is moved into place with the outcome.
 //!
 //! One tensor after the other goes through the host's memory, from the file of what was trained or the parent's own: no
-//! device needs room for it, and what was not trained is written as the parent has it, not as a device rounds it.
+//! device needs room for it, and what was not trained is written as the parent has it, not as a device rounds it: in f16 or
+//! bf16 where that is the parent's, in f32 where it has any wider matrix; of a quantised one in bf16.
 
 use std::path::Path;
 
 use espalier_arch::TensorSpec;
 use espalier_model::Tensor;
-use espalier_model::checkpoint::SortedParent;
+use espalier_model::checkpoint::{Precision, SortedParent};
 use espalier_model::export::{self, Tensors};
 use espalier_model::ops::cpu::CpuOperations;
 use espalier_proto::task::{Export, Exported, Student};
@@ -69,6 +70,12 @@ fn write(
         operations: &host,
     };
     // What was trained in f32 is written in the type that the parent came in, unless that was wider.
-    let precision = files.parent().stored_precision();
-    Ok(export::export_tensors(tensors, files.parent(), place, precision)?)
+    let written = |precision| export::export_tensors(tensors, files.parent(), place, precision);
+    match written(files.parent().stored_precision()) {
+        Err(error @ espalier_model::Error::BeyondF16 { .. }) => {
+            tracing::warn!(%error, "training has led beyond the parent's float16: the export is written in bfloat16");
+            Ok(written(Precision::Bf16)?)
+        }
+        done => Ok(done?),
+    }
 }
