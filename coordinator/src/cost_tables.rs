@@ -15,7 +15,7 @@ pub use directory::{CostTables, write_whole};
 use espalier_arch::Architecture;
 use espalier_proto::task::{Profile, Profiled};
 use espalier_search::{
-    CostKey, CostRow, CostTable, EngineMemory, Kept, Subject, WholeParent, Workload, merged,
+    CostKey, CostRow, CostTable, EngineMemory, Kept, Subject, WholeParent, Workload, merged, telling,
 };
 use serde::{Deserialize, Serialize};
 
@@ -250,7 +250,8 @@ impl KeptTable {
             && self.parents.iter().all(|parent| other.parents.contains(parent))
     }
 
-    /// What a profile has use for; none where there is nothing. A parent that is not surely this one is measured again.
+    /// What a profile has use for, or what tells it whether all this still holds; none where there is nothing. A parent that
+    /// is not surely this one is measured again.
     fn useful(&self, profile: &Profile) -> Option<Kept> {
         let wanted = |row: &&CostRow| {
             let subject = match &row.subject {
@@ -260,7 +261,10 @@ impl KeptTable {
             };
             subject && profile.points.contains(&row.point)
         };
-        let rows: Vec<CostRow> = self.rows.iter().filter(wanted).cloned().collect();
+        let mut rows: Vec<CostRow> = self.rows.iter().filter(wanted).cloned().collect();
+        if !rows.iter().any(|row| matches!(row.subject, Subject::Block(_))) {
+            rows.extend(telling(&self.rows, &profile.shapes, &profile.points));
+        }
         let parent = self.parents.iter().find(|parent| {
             parent.architecture.is_some()
                 && parent.is(&profile.architecture)

@@ -246,7 +246,8 @@ pub struct Profiled {
     /// What the engine needs and rounds, where it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<EngineMemory>,
-    /// How many of the rows, the first ones, earlier jobs had measured. Where all of them, then the parent too.
+    /// How many of the rows, the first ones, earlier jobs had measured. Where all of them, as older workers had it,
+    /// then the parent too.
     #[serde(default, skip_serializing_if = "is_none")]
     pub reused_rows: usize,
     /// Whether others went on using the processors while something was timed, so that times may be too long. The job

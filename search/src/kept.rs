@@ -5,6 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{CostKey, CostRow, EngineMemory, Measurement, Point, Subject};
 
+/// Tokens that any engine computes and holds together without a thought.
+const FEW_TOKENS: usize = 4096;
 /// Blocks that take longer or shorter by more than this share say that the machine runs at another pace.
 const OTHER_PACE: f64 = 0.05;
 
@@ -48,6 +50,26 @@ impl Kept {
         known.cloned().collect()
     }
 
+    /// What to time where all of these shapes are, so that it tells whether what is known still holds: where nothing of
+    /// theirs is known at any of these points, one of them, or else another shape, at one point more.
+    pub fn compared(&self, shapes: &[BlockShape], points: &[Point]) -> (Vec<BlockShape>, Vec<Point>) {
+        let (mut all_shapes, mut all_points) = (shapes.to_vec(), points.to_vec());
+        let known = self.rows.iter().filter_map(|row| Some((block(row)?, row.point)));
+        let own = known.clone().filter(|(shape, _)| shapes.contains(shape));
+        if own.clone().any(|(_, point)| points.contains(&point)) {
+            return (all_shapes, all_points);
+        }
+        if let Some((shape, point)) = own.chain(known).next() {
+            if !shapes.contains(shape) {
+                all_shapes.push(shape.clone());
+            }
+            if !points.contains(&point) {
+                all_points.push(point);
+            }
+        }
+        (all_shapes, all_points)
+    }
+
     fn knows(&self, shape: &BlockShape, points: &[Point]) -> bool {
         self.has(&Subject::Block(shape.clone()), points)
     }
@@ -84,6 +106,57 @@ impl Kept {
         });
         let farthest = paces.max_by(|one, other| one.0.total_cmp(&other.0));
         farthest.map(|(_, pace)| pace)
+    }
+}
+
+/// Of rows that a profile of these shapes at these points does not ask for, those by which it tells whether they still hold
+/// ([`Kept::compared`]): at the least of the points that are no burden beside its own, of its own shapes, or of one other.
+pub fn telling(rows: &[CostRow], shapes: &[BlockShape], points: &[Point]) -> Vec<CostRow> {
+    let (most_prompts, most_contexts) = tokens(points.iter().copied());
+    let is_no_burden = |point: &Point| {
+        let (prompts, contexts) = tokens(points.iter().copied().chain([*point]));
+        prompts <= most_prompts.max(FEW_TOKENS) && contexts <= most_contexts.max(FEW_TOKENS)
+    };
+    let blocks = rows
+        .iter()
+        .filter(|row| block(row).is_some() && is_no_burden(&row.point));
+    let own = blocks
+        .clone()
+        .filter(|row| block(row).is_some_and(|shape| shapes.contains(shape)));
+    let weight = |row: &&CostRow| tokens([row.point]);
+    if let Some(least) = own.clone().min_by_key(weight) {
+        return own.filter(|row| row.point == least.point).cloned().collect();
+    }
+    blocks.min_by_key(weight).cloned().into_iter().collect()
+}
+
+/// Tokens that an engine that is to be timed at all of these points computes in one step, of prompts, and holds.
+fn tokens(points: impl IntoIterator<Item = Point>) -> (usize, usize) {
+    let (mut prompt, mut context, mut together) = (0, 0, 0);
+    for point in points {
+        let sequences = match point {
+            Point::Prefill { tokens, sequences } => {
+                prompt = prompt.max(tokens);
+                context = context.max(tokens);
+                sequences
+            }
+            Point::Decode {
+                context: found,
+                sequences,
+            } => {
+                context = context.max(found);
+                sequences
+            }
+        };
+        together = together.max(sequences);
+    }
+    (prompt.saturating_mul(together), context.saturating_mul(together))
+}
+
+fn block(row: &CostRow) -> Option<&BlockShape> {
+    match &row.subject {
+        Subject::Block(shape) => Some(shape),
+        _ => None,
     }
 }
 
@@ -185,6 +258,57 @@ mod tests {
             })
             .collect();
         assert_eq!(kept.other_pace(&new), None);
+    }
+
+    #[test]
+    fn a_profile_that_asks_for_nothing_that_is_known_is_told_what_tells_its_pace() {
+        let (mut kept, _) = kept();
+        let decode = |context: usize, sequences: usize| Point::Decode { context, sequences };
+        let any = kept.rows[0].clone();
+        let row = |shape: BlockShape, point: Point| CostRow {
+            subject: Subject::Block(shape),
+            point,
+            ..any.clone()
+        };
+        let known = [
+            row(mlp(64), decode(600, 1)),
+            row(mlp(64), decode(200, 4)),
+            row(mlp(32), decode(600, 1)),
+            row(mlp(96), decode(200, 1)),
+        ];
+        let asked = [Point::Prefill {
+            tokens: 1000,
+            sequences: 1,
+        }];
+        let shapes = [mlp(64), mlp(32)];
+        let told = telling(&known, &shapes, &asked);
+        assert_eq!(
+            told,
+            [known[0].clone(), known[2].clone()],
+            "all at its least point"
+        );
+        kept.rows = told;
+        let (timed, points) = kept.compared(&shapes, &asked);
+        assert_eq!((timed, points), (shapes.to_vec(), vec![asked[0], decode(600, 1)]));
+        // Of other shapes one.
+        let told = telling(&known, &[mlp(16)], &asked);
+        assert_eq!(told, [known[3].clone()]);
+        kept.rows = told;
+        let (timed, points) = kept.compared(&[mlp(16)], &asked);
+        assert_eq!(
+            (timed, points),
+            (vec![mlp(16), mlp(96)], vec![asked[0], decode(200, 1)])
+        );
+        // Four prompts of 2,000 tokens would be a burden, and so would a context of 6,000.
+        let long = [Point::Prefill {
+            tokens: 2000,
+            sequences: 1,
+        }];
+        assert!(telling(&known[1..2], &shapes, &long).is_empty());
+        assert!(telling(&[row(mlp(64), decode(6000, 1))], &shapes, &long).is_empty());
+        // What is asked for and known at once is compared as it is.
+        kept.rows = vec![row(mlp(64), asked[0]), row(mlp(64), decode(600, 1))];
+        assert_eq!(kept.compared(&shapes, &asked), (shapes.to_vec(), asked.to_vec()));
     }
 
     #[test]

@@ -28,7 +28,7 @@ mod workload;
 pub use cost::{CostKey, CostRow, CostTable, EngineMemory, Mode, Point, Subject};
 pub use error::{Error, Result};
 pub use figures::Figures;
-pub use kept::{Kept, merged};
+pub use kept::{Kept, merged, telling};
 pub use limit::{AbsoluteLimit, Bound, Limit, Limits, Metric};
 pub use measurement::{Measurement, Shortage, Summary, Whole, WholeParent};
 pub use memory::{MemoryModel, Windows, sequence_pages, step_tokens};

@@ -143,6 +143,44 @@ fn rows_measured_again_replace_the_old_and_the_others_stay() {
     assert_eq!(tables.list().unwrap().0[0].parents.len(), 1);
 }
 
+fn mlp(channels: usize) -> BlockShape {
+    BlockShape::Mlp(Mlp {
+        channels,
+        activation: Activation::SwiGlu,
+        bias: false,
+    })
+}
+
+#[test]
+fn rows_of_other_points_are_put_beside_those_of_before_once_something_tells_that_they_are_of_one_pace() {
+    let at = |tokens: usize, median_ms: f64| CostRow {
+        subject: Subject::Block(mlp(64)),
+        ..table("a", &[(tokens, median_ms)]).rows.remove(0)
+    };
+    for (now, merges) in [(1.2, false), (1.0, true)] {
+        let directory = tempfile::tempdir().unwrap();
+        let tables = CostTables::at(directory.path());
+        let mut before = table("a", &[]);
+        before.rows = vec![at(4, 1.0)];
+        tables.keep(&before).unwrap();
+        let longer = Profile {
+            shapes: vec![mlp(64)],
+            points: espalier_search::points(&workload(8)).unwrap(),
+            ..profile()
+        };
+        let known = tables.known(&longer, "f32", "builtin").remove(0);
+        assert_eq!(known.rows, before.rows);
+        // As a worker times them.
+        let (_, points) = known.compared(&longer.shapes, &longer.points);
+        assert_eq!(points.len(), longer.points.len() + 1);
+        let mut newer = table("a", &[]);
+        newer.rows = vec![at(8, 2.0 * now), at(4, now)];
+        tables.keep(&newer).unwrap();
+        let expected = if merges { vec![1.0, 2.0] } else { vec![1.2, 2.4] };
+        assert_eq!(times(&tables), expected);
+    }
+}
+
 #[test]
 fn rows_of_one_pace_are_not_put_beside_those_of_another() {
     let directory = tempfile::tempdir().unwrap();
@@ -152,11 +190,7 @@ fn rows_of_one_pace_are_not_put_beside_those_of_another() {
         of_blocks.rows = rows
             .iter()
             .map(|(channels, median_ms)| CostRow {
-                subject: Subject::Block(BlockShape::Mlp(Mlp {
-                    channels: *channels,
-                    activation: Activation::SwiGlu,
-                    bias: false,
-                })),
+                subject: Subject::Block(mlp(*channels)),
                 ..table("a", &[(4, *median_ms)]).rows.remove(0)
             })
             .collect();

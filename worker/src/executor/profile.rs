@@ -1,10 +1,10 @@
 //! Profile: every block shape and the base at every point, and the whole parent under the workload, all
 //! interleaved round by round, so that whatever disturbs the machine disturbs them alike. What earlier jobs measured on
-//! this very target is not measured again, save a few shapes that tell whether it still holds.
+//! this very target is not measured again, save a few shapes that tell whether it still holds, one at least.
 
 use espalier_arch::BlockShape;
 use espalier_proto::task::{Profile, Profiled};
-use espalier_search::{Kept, WholeParent, merged};
+use espalier_search::{Kept, Point, merged};
 
 use super::{Caches, Context, measure};
 use crate::Result;
@@ -26,23 +26,18 @@ fn beyond_kept(engine: &mut dyn Engine, task: &Profile) -> Result<Option<Profile
     let Some(kept) = task.kept.iter().find(|kept| kept.key == key) else {
         return engine.profile(task).map(Some);
     };
-    let mut shapes = kept.missing(&task.shapes, task.architecture.vocab_size, &task.points);
-    if let (Some(parent), true) = (&kept.parent, shapes.is_empty()) {
-        tracing::info!(rows = kept.rows.len(), "everything was measured by earlier jobs");
-        return Ok(Some(Profiled {
-            key,
-            rows: kept.rows.clone(),
-            parent: WholeParent::Measured(parent.clone()),
-            memory: kept.memory,
-            reused_rows: kept.rows.len(),
-            disturbed: false,
-        }));
+    let missing = kept.missing(&task.shapes, task.architecture.vocab_size, &task.points);
+    if missing.len() == task.shapes.len() {
+        // All of it is measured now, so that this job does not mind at which pace it was before; others do.
+        let (shapes, points) = kept.compared(&task.shapes, &task.points);
+        return engine.profile(&anew(task, shapes, points)).map(Some);
     }
-    if shapes.len() == task.shapes.len() {
-        // All of it is measured now, so that it does not matter at which pace it was before.
-        return engine.profile(task).map(Some);
+    let mut anchors = anchors(kept, task);
+    if missing.is_empty() {
+        anchors.truncate(1);
     }
-    for shape in anchors(kept, task) {
+    let mut shapes = missing;
+    for shape in anchors {
         if !shapes.contains(&shape) {
             shapes.push(shape);
         }
@@ -51,12 +46,7 @@ fn beyond_kept(engine: &mut dyn Engine, task: &Profile) -> Result<Option<Profile
         shapes = shapes.len(),
         "only what earlier jobs did not measure is measured, and what tells whether theirs still holds"
     );
-    let rest = Profile {
-        shapes,
-        kept: Vec::new(),
-        ..task.clone()
-    };
-    let measured = engine.profile(&rest)?;
+    let measured = engine.profile(&anew(task, shapes, task.points.clone()))?;
     if let Some(pace) = kept.other_pace(&measured.rows) {
         tracing::warn!(
             pace,
@@ -65,6 +55,16 @@ fn beyond_kept(engine: &mut dyn Engine, task: &Profile) -> Result<Option<Profile
         return Ok(None);
     }
     Ok(Some(joined(kept, measured)))
+}
+
+/// The task for these shapes at these points, whatever is known of them.
+fn anew(task: &Profile, shapes: Vec<BlockShape>, points: Vec<Point>) -> Profile {
+    Profile {
+        shapes,
+        points,
+        kept: Vec::new(),
+        ..task.clone()
+    }
 }
 
 /// Shapes to measure again: the parent's own, of which most of its time is; any other that is known where none of them is.
@@ -99,7 +99,9 @@ mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
     use espalier_arch::{Activation, Architecture, BlockShape, Family, Mlp};
     use espalier_proto::task::Serving;
-    use espalier_search::{CostKey, CostRow, Measurement, Mode, Point, Shortage, Subject, Summary, Workload};
+    use espalier_search::{
+        CostKey, CostRow, Measurement, Mode, Shortage, Subject, Summary, WholeParent, Workload,
+    };
 
     use super::*;
     use crate::engine::{Opened, Sample, Subject as Model};
@@ -248,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_profile_of_the_same_target_measures_nothing_and_a_wider_one_what_is_new() {
+    fn a_second_profile_of_the_same_target_measures_whether_that_still_holds_and_a_wider_one_what_is_new() {
         let mut engine = Counting::default();
         let first = beyond_kept(&mut engine, &task(vec![mlp(4), mlp(8)], Vec::new()))
             .unwrap()
@@ -257,12 +259,17 @@ mod tests {
         assert_eq!(first.reused_rows, 0);
         engine.asked.clear();
         let kept = vec![kept_of(&first)];
-        let second = beyond_kept(&mut engine, &task(vec![mlp(4), mlp(8)], kept.clone()))
-            .unwrap()
-            .unwrap();
-        assert!(engine.asked.is_empty());
-        assert_eq!(second.rows, first.rows);
-        assert_eq!(second.reused_rows, second.rows.len());
+        let again = task(vec![mlp(4), mlp(8)], kept.clone());
+        engine.milliseconds = 1.04;
+        let second = beyond_kept(&mut engine, &again).unwrap().unwrap();
+        assert_eq!(engine.asked, [mlp(4)], "one shape tells it");
+        assert_eq!(second.rows.len(), first.rows.len());
+        assert_eq!(second.reused_rows, 2, "of the other shape");
+        assert_eq!(second.parent.measured().unwrap().memory_bytes, 1);
+        engine.milliseconds = 1.2;
+        assert_eq!(beyond_kept(&mut engine, &again).unwrap(), None, "it does not");
+        engine.milliseconds = 1.0;
+        engine.asked.clear();
         let third = beyond_kept(&mut engine, &task(vec![mlp(4), mlp(6), mlp(8)], kept))
             .unwrap()
             .unwrap();
@@ -312,6 +319,27 @@ mod tests {
         let second = beyond_kept(&mut engine, &longer).unwrap().unwrap();
         assert_eq!(engine.asked, [mlp(4), mlp(8)]);
         assert!(second.rows.iter().all(|row| row.median_ms == 1.2));
+        assert_eq!(second.reused_rows, 0);
+    }
+
+    #[test]
+    fn what_is_measured_whole_beside_rows_of_other_points_tells_whether_those_hold() {
+        let mut engine = Counting::default();
+        let first = beyond_kept(&mut engine, &task(vec![mlp(4), mlp(8)], Vec::new()));
+        let mut kept = kept_of(&first.unwrap().unwrap());
+        let elsewhere = Point::Decode {
+            context: 1,
+            sequences: 1,
+        };
+        kept.rows.retain(|row| row.subject == Subject::Block(mlp(8)));
+        kept.rows.truncate(1);
+        kept.rows[0].point = elsewhere;
+        engine.milliseconds = 1.2;
+        let asked = task(vec![mlp(4), mlp(8)], vec![kept.clone()]);
+        let second = beyond_kept(&mut engine, &asked).unwrap().unwrap();
+        assert_eq!(second.rows.len(), 3 * (asked.points.len() + 1));
+        assert!(second.rows.iter().any(|row| row.point == elsewhere));
+        assert_eq!(kept.other_pace(&second.rows), Some(1.2));
         assert_eq!(second.reused_rows, 0);
     }
 
