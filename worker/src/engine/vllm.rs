@@ -182,17 +182,9 @@ impl InVllm<'_> {
         })
     }
 
-    /// Closes what was opened and keeps a GPU's helper for the next task. One that cannot close it is ended: what was
-    /// measured is no less true for it. Where an error comes first the helper is dropped, and so ended, instead.
-    ///
-    /// A processor's helper is ended: what closed models leave free in it, about 10 MB after a model of 135M parameters,
-    /// the next one takes without a rise of the process's memory, and would seem to need that much less. Where a model is
-    /// opened after another one within a task, that is done in another process too.
+    /// Closes what was opened and keeps the helper for the next task. One that cannot close it is ended: what was measured
+    /// is no less true for it. Where an error comes first the helper is dropped, and so ended, instead.
     pub fn close(mut self) {
-        if self.helper.hello.platform == "cpu" {
-            self.helper.end();
-            return;
-        }
         match self.helper.close_all(self.surroundings) {
             Ok(()) => self.home.helper = Some(self.helper),
             Err(error) => {
@@ -382,6 +374,8 @@ impl Engine for InVllm<'_> {
 
     fn open(&mut self, model: &Subject<'_>, workload: &Workload, running: usize) -> Result<Opened> {
         super::builtin::check_workload(workload)?;
+        // What closed models leave free in a processor's process, about 10 MB after one of 135M parameters, the next one
+        // takes without a rise of the process's memory, and would seem to need that much less.
         let hides_memory = self.helper.hello.platform == "cpu" && self.helper.had_others();
         // A model that had no room may have taken its process with it.
         if hides_memory || !self.helper.is_idle() {

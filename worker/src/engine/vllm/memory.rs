@@ -85,7 +85,7 @@ impl InVllm<'_> {
     /// The most that a host's memory rises by while the model serves, of several runs: how much of what one run frees the
     /// next finds again is chance. What the process makes once, for whichever model runs first, is no model's, so the
     /// run before these is not looked at; what earlier models left free would hide what this one takes, so none
-    /// is opened in a process after others ([`InVllm::close`]).
+    /// is opened in a process after others (`InVllm::open`).
     fn host_rise(&mut self, whole: &Whole, warm: Memory) -> Result<u64> {
         let mut most = 0;
         let mut before = warm;

@@ -155,9 +155,8 @@ impl World {
         let mut vllm = Vllm::new(self.options.clone());
         let mut engine = vllm.engine(Precision::Bf16, &self.whoever)?;
         let profiled = engine.profile(task)?;
-        let is_gpu = engine.helper.hello.platform != "cpu";
         engine.close();
-        assert_eq!(vllm.helper.is_some(), is_gpu, "a GPU's is kept for the next task");
+        assert!(vllm.helper.is_some(), "it is kept for the next task");
         Ok(profiled)
     }
 

@@ -92,6 +92,29 @@ fn on_a_processor_memory_is_read_where_no_model_was_before() {
 }
 
 #[test]
+fn the_next_task_finds_the_process_and_on_a_processor_opens_its_models_in_another() {
+    if !has_python() {
+        return;
+    }
+    for (cuda, between) in [("0", &["hello"][..]), ("1", &[])] {
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let world = World::new(&[
+            ("FAKE_VLLM_CUDA", cuda),
+            ("FAKE_VLLM_LOG", log.path().to_str().unwrap()),
+        ]);
+        let mut vllm = Vllm::new(world.options.clone());
+        for _ in 0..2 {
+            let mut engine = vllm.engine(Precision::Bf16, &world.whoever).unwrap();
+            let opened = engine.open(&Subject::Shape(&parent()), &WORKLOAD, WORKLOAD.concurrency);
+            opened.unwrap();
+            engine.close();
+        }
+        let expected = [&["hello", "open", "close"][..], between, &["open", "close"]].concat();
+        assert_eq!(verbs_of(log.path()), expected);
+    }
+}
+
+#[test]
 fn a_model_that_takes_its_process_with_it_leaves_others_one() {
     for (cuda, wrong) in ["0", "1"]
         .into_iter()
