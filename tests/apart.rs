@@ -7,7 +7,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use kit::{Process, endpoint_of, wait_for};
+use kit::{Process, endpoint_of, espalier, wait_for};
 use serde_json::Value;
 
 fn write_spec(directory: &Path) -> PathBuf {
@@ -174,6 +174,63 @@ fn a_worker_told_to_end_hands_its_work_back_and_another_takes_the_job_on() {
     }
     let said = following_task.log();
     assert_eq!(said.contains("attempt "), goes_on, "{said}");
+    assert!(coordinator.terminate().success());
+}
+
+#[test]
+fn a_run_whose_job_fails_at_its_very_end_is_gone_on_with_by_the_commands_that_it_says() {
+    let place = tempfile::tempdir().unwrap();
+    let path = |name: &str| place.path().join(name);
+    let (spec, out) = (write_spec(place.path()), path("out"));
+    let arguments = [
+        "run",
+        spec.to_str().unwrap(),
+        "--output-dir",
+        out.to_str().unwrap(),
+    ];
+    let mut run = Process::start(&arguments, path("run.log"));
+    wait_for("the recovery to run", || {
+        let has_ended = run.child.try_wait().unwrap().is_some();
+        assert!(!has_ended, "{}", run.log());
+        run.log().contains("recover running").then_some(())
+    });
+    // Somebody takes the outcome's place.
+    fs::create_dir(&out).unwrap();
+    let ended = run.child.wait().unwrap();
+    let said = run.log();
+    assert_eq!(ended.code(), Some(1), "{said}");
+    fs::remove_dir(&out).unwrap();
+
+    let commands = said.lines().filter_map(|line| line.strip_prefix("  espalier "));
+    let commands: Vec<Vec<&str>> = commands.map(|line| line.split(' ').collect()).collect();
+    let [coordinator, worker, retry] = commands.as_slice() else {
+        panic!("{said}")
+    };
+    let mut coordinator = Process::spawn(
+        espalier(coordinator).env("ESPALIER_LISTEN", "127.0.0.1:0"),
+        path("coordinator.log"),
+    );
+    let endpoint = endpoint_of(&coordinator);
+    let asking = |arguments: &[&str]| {
+        let mut command = espalier(arguments);
+        command
+            .env("ESPALIER_COORDINATOR", &endpoint)
+            .stdout(Stdio::null());
+        command
+    };
+    // Not while the job is still being tidied up.
+    wait_for("the retry to be taken", || {
+        asking(retry).status().unwrap().success().then_some(())
+    });
+    // What was trained is there.
+    assert_eq!(stage(&job(&endpoint), "recover").unwrap()["state"], "done");
+    let _worker = Process::spawn(&mut asking(worker), path("worker.log"));
+    let ended = wait_for("the job's end", || {
+        let job = job(&endpoint);
+        (job["finished_unix_ms"].as_u64() > Some(0)).then_some(job)
+    });
+    assert_eq!(ended["state"], "succeeded", "{}", ended["message"]);
+    assert!(out.join("report.json").is_file());
     assert!(coordinator.terminate().success());
 }
 

@@ -1,8 +1,10 @@
 //! `espalier run`: one job with a coordinator in this process and workers in processes of their own.
 //!
-//! Whatever happens, the workers are stopped and joined, the coordinator is shut down and the state is
-//! removed (unless it is to be kept, or the run ended before its job) before the command ends. A worker that ends though nobody told it to is started
-//! again: the job goes on from what it had reported.
+//! Whatever happens, the workers are stopped and joined, the coordinator is shut down and the state is removed, unless
+//! [`state`] says otherwise, before the command ends. A worker that ends though nobody told it to is started again: the
+//! job goes on from what it had reported.
+
+mod state;
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -16,7 +18,6 @@ use espalier_coordinator::{Coordinator, CoordinatorOptions, Handle};
 use espalier_proto::v1::{Job, submit_request::Spec};
 use espalier_worker::discovery::{Shares, Wanted};
 use espalier_worker::engine::vllm::Environment;
-use tempfile::TempDir;
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
@@ -25,6 +26,7 @@ use crate::commands::{choose_devices, look_for_vllm, read_spec, verdict};
 use crate::progress::Progress;
 use crate::signals::Signals;
 use crate::{failure, output};
+use state::{Left, State};
 
 const CALL: Duration = Duration::from_secs(30);
 const SHUTDOWN: Duration = Duration::from_secs(20);
@@ -56,7 +58,7 @@ async fn run_spec(mut spec: JobSpec, arguments: Run, logging: &Logging) -> anyho
     }
     let json = serde_json::to_string(&spec).context("the spec cannot be written as JSON")?;
     let state = State::create(&output, arguments.keep_state)?;
-    let mut options = CoordinatorOptions::new(state.directory.path());
+    let mut options = CoordinatorOptions::new(state.path());
     options.listen.set_port(0);
     options.cost_tables.clone_from(&arguments.cost_tables);
     let mut signals = Signals::new()?;
@@ -71,7 +73,8 @@ async fn run_spec(mut spec: JobSpec, arguments: Run, logging: &Logging) -> anyho
     };
     let ended = supervise(&arguments, &coordinator, &mut workers, &state, json, &mut signals).await;
     // Without any there was no job yet.
-    let workers_started = !workers.slots.is_empty();
+    let left = Left::by(&ended, !workers.slots.is_empty());
+    let commands = workers.commands();
     let stopping = async {
         workers.stop().await;
         coordinator.shutdown(SHUTDOWN).await
@@ -81,9 +84,7 @@ async fn run_spec(mut spec: JobSpec, arguments: Run, logging: &Logging) -> anyho
         // What is dropped on the way is killed.
         () = signals.next() => None,
     };
-    // A run that ended by itself, and not with its job, can be looked into and gone on with.
-    let broken = ended.as_ref().is_err_and(|error| !failure::is_interrupted(error));
-    state.finish(broken && workers_started);
+    state.finish(&left, arguments.cost_tables.as_deref(), &commands);
     let job = ended?;
     if !job.outcome_json.is_empty() {
         output::print_outcome(&job.outcome_json, arguments.format)?;
@@ -173,7 +174,7 @@ async fn supervise(
     let endpoint = coordinator.endpoint();
     let mut client = Client::connect(&endpoint, CALL).await?;
     let (job, _) = client.submit(Spec::Json(spec), "").await?;
-    workers.start(arguments, &endpoint, state.directory.path())?;
+    workers.start(arguments, &endpoint, state.path())?;
     let mut progress = Progress::new();
     let mut follower = client.clone();
     let ended = tokio::select! {
@@ -223,45 +224,6 @@ async fn stop_job(client: &mut Client, job_id: &str, signals: &mut Signals) {
             }
         }
         () = signals.next() => {}
-    }
-}
-
-/// Journal, artifacts and logs of one embedded run, beside the output so that they share its file system.
-struct State {
-    directory: TempDir,
-    keep: bool,
-}
-
-impl State {
-    fn create(output: &Path, keep: bool) -> anyhow::Result<Self> {
-        let mut beside = output.parent();
-        while let Some(directory) = beside.filter(|directory| !directory.is_dir()) {
-            beside = directory.parent();
-        }
-        let beside = beside.unwrap_or_else(|| Path::new("/"));
-        let directory = tempfile::Builder::new()
-            .prefix(".espalier-")
-            .tempdir_in(beside)
-            .with_context(|| {
-                format!(
-                    "cannot create a directory for the run's state in {}",
-                    beside.display()
-                )
-            })?;
-        Ok(Self { directory, keep })
-    }
-
-    /// Removes the state, unless it is to be kept or the run ended by itself.
-    fn finish(mut self, broken: bool) {
-        if self.keep || broken {
-            self.directory.disable_cleanup(true);
-            output::say(&format!("state kept in {}", self.directory.path().display()));
-            return;
-        }
-        let path = self.directory.path().to_owned();
-        if let Err(error) = self.directory.close() {
-            output::say(&format!("cannot remove {}: {error}", path.display()));
-        }
     }
 }
 
@@ -344,6 +306,17 @@ impl Workers {
         }
     }
 
+    /// How somebody starts the same ones by hand.
+    fn commands(&self) -> Vec<String> {
+        let launches = self.slots.iter().map(|slot| slot.launch.arguments());
+        launches
+            .map(|arguments| {
+                let words = arguments.iter().map(|argument| state::word(argument));
+                format!("espalier worker run {}", words.collect::<Vec<_>>().join(" "))
+            })
+            .collect()
+    }
+
     async fn stop(mut self) {
         let children = || self.slots.iter().filter_map(|slot| slot.child.as_ref());
         for child in children() {
@@ -405,6 +378,14 @@ impl Slot {
 }
 
 impl Launch {
+    /// What tells the worker from others.
+    fn arguments(&self) -> Vec<String> {
+        let threads = self.threads.to_string();
+        let own = ["--name", &self.name, "--threads", &threads];
+        let own = own.into_iter().map(str::to_owned);
+        own.chain(self.devices.iter().cloned()).collect()
+    }
+
     fn spawn(&self) -> anyhow::Result<Child> {
         let log = File::options()
             .create(true)
@@ -414,9 +395,8 @@ impl Launch {
         let mut command = Command::new(&self.program);
         command
             .args(["worker", "run", "--with-parent", "--coordinator", &self.endpoint])
-            .args(["--name", &self.name, "--threads", &self.threads.to_string()])
+            .args(self.arguments())
             .args(["--drain-timeout", DRAIN])
-            .args(&self.devices)
             .args(&self.logging)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -454,17 +434,5 @@ mod tests {
             ends = ends_in_a_row(ends, FIRST_PAUSE);
         }
         assert!(ends > MOST_ENDS, "one that cannot stay up does");
-    }
-
-    #[test]
-    fn the_state_of_a_run_that_ended_by_itself_is_kept_and_that_of_others_is_not() {
-        let place = tempfile::tempdir().unwrap();
-        for broken in [false, true] {
-            let state = State::create(&place.path().join("out"), false).unwrap();
-            let path = state.directory.path().to_owned();
-            std::fs::write(path.join("journal"), "what was found out").unwrap();
-            state.finish(broken);
-            assert_eq!(path.join("journal").exists(), broken);
-        }
     }
 }
