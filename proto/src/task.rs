@@ -447,14 +447,28 @@ fn is_one(number: &u32) -> bool {
 pub struct Recovered {
     /// Its weights.
     pub weights: ArtifactId,
-    /// Loss after each step, nats a token.
+    /// Mean loss of each [`Recovered::steps_per_loss`] steps, nats a token.
     pub losses: Vec<f32>,
+    /// Steps that each loss is the mean of; the last may be of fewer. 1 unless there were many.
+    #[serde(default = "one_each", skip_serializing_if = "is_one_each")]
+    pub steps_per_loss: u64,
     /// Tokens trained on.
     pub tokens: u64,
     /// Whether training made the held-in loss worse, so that the untrained weights were kept.
     pub kept_untrained: bool,
     /// Seconds of training, over all attempts.
     pub seconds: f64,
+}
+
+/// As [`Recovered::steps_per_loss`] is where it is left out.
+pub fn one_each() -> u64 {
+    1
+}
+
+/// Whether [`Recovered::steps_per_loss`] is left out.
+#[allow(clippy::trivially_copy_pass_by_ref)] // as serde wants it
+pub fn is_one_each(steps: &u64) -> bool {
+    *steps == 1
 }
 
 /// Asks for quality on held-out text and benchmarks.
@@ -568,7 +582,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use espalier_search::{Measurement, Shortage, Summary, WholeParent};
 
-    use super::{MeasuredPair, Recipe};
+    use super::{MeasuredPair, Recipe, Recovered};
 
     #[test]
     fn a_pair_with_its_context_is_written_as_before_it_could_be_without() {
@@ -601,6 +615,20 @@ mod tests {
         pair.without_context = true;
         let written = serde_json::to_string(&pair).unwrap();
         assert_eq!(serde_json::from_str::<MeasuredPair>(&written).unwrap(), pair);
+    }
+
+    #[test]
+    fn a_recovery_with_a_loss_a_step_is_written_as_before_there_were_means() {
+        let before = r#"{"weights":"w","losses":[0.5,0.25],"tokens":4,"kept_untrained":false,"seconds":1.0}"#;
+        let each: Recovered = serde_json::from_str(before).unwrap();
+        assert_eq!(each.steps_per_loss, 1);
+        assert_eq!(serde_json::to_string(&each).unwrap(), before);
+        let means = Recovered {
+            steps_per_loss: 8,
+            ..each
+        };
+        let written = serde_json::to_string(&means).unwrap();
+        assert_eq!(serde_json::from_str::<Recovered>(&written).unwrap(), means);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! What a finished job has to tell: everything that `report.json` and `report.html` show.
 
 use espalier_arch::{Architecture, Candidate, Variant};
-use espalier_proto::task::{ArtifactId, Exported, Quality, Serving};
+use espalier_proto::task::{ArtifactId, Exported, Quality, Serving, is_one_each, one_each};
 use espalier_search::heterogeneous::FrontPoint;
 use espalier_search::uniform::GridPoint;
 use espalier_search::{Bound, CostKey, Measurement, Metric, Prediction, Score, WholeParent};
@@ -209,8 +209,11 @@ pub struct StrategyReport {
     pub before: Quality,
     /// Quality after recovery; none when nothing was trained.
     pub after: Option<Quality>,
-    /// Loss after each step of recovery.
+    /// Mean loss of each [`StrategyReport::steps_per_loss`] steps of recovery.
     pub losses: Vec<f32>,
+    /// Steps that each loss is the mean of; the last may be of fewer. 1 unless there were many.
+    #[serde(default = "one_each", skip_serializing_if = "is_one_each")]
+    pub steps_per_loss: u64,
     /// Tokens it was trained on.
     pub recovery_tokens: u64,
     /// Seconds that took, loading and evaluating aside.

@@ -270,7 +270,8 @@ pub(super) fn losses(strategies: &[StrategyReport]) -> Option<String> {
         .filter(|strategy| strategy.losses.len() > 1)
         .map(|strategy| {
             let points = strategy.losses.iter().enumerate();
-            let finite = points.map(|(step, loss)| (count(step + 1), f64::from(*loss)));
+            let each = count(usize::try_from(strategy.steps_per_loss).unwrap_or(1));
+            let finite = points.map(|(index, loss)| (each * count(index + 1), f64::from(*loss)));
             (
                 strategy.strategy,
                 finite.filter(|(_, loss)| loss.is_finite()).collect(),

@@ -197,6 +197,7 @@ fn strategy(strategy: Strategy, before: Quality, after: Quality) -> StrategyRepo
         before,
         after: Some(after),
         losses: losses.collect(),
+        steps_per_loss: 1,
         recovery_tokens: 32_768,
         recovery_seconds: 12.5,
         kept_untrained: false,

@@ -147,6 +147,21 @@ fn an_outcome_without_recovery_or_front_still_makes_a_page() {
 }
 
 #[test]
+fn losses_of_many_steps_each_are_drawn_over_all_steps_and_those_of_older_versions_are_one_a_step() {
+    let mut outcome = sample::outcome();
+    assert!(html(&outcome).contains(">120</text>"));
+    let as_ever = serde_json::to_string(&outcome).unwrap();
+    assert!(!as_ever.contains("steps_per_loss"));
+    assert_eq!(serde_json::from_str::<Outcome>(&as_ever).unwrap(), outcome);
+    for report in &mut outcome.strategies {
+        report.steps_per_loss = 256;
+    }
+    assert!(html(&outcome).contains(">30720</text>"));
+    let json = serde_json::to_string(&outcome).unwrap();
+    assert_eq!(serde_json::from_str::<Outcome>(&json).unwrap(), outcome);
+}
+
+#[test]
 fn a_parent_without_room_is_said_to_have_none_and_its_figures_to_be_predicted() {
     let mut outcome = sample::outcome();
     outcome.parent.measurement = WholeParent::TooLarge(Shortage {

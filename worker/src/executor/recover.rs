@@ -6,11 +6,13 @@
 //! than before, the untrained weights are kept.
 //!
 //! Rooms: [`begin`] has what an attempt goes on from, [`corpus`] has the sequences and their order, [`team`] what ranks
-//! tell each other, [`teacher`] what a rank holds of the parent, [`checkpoint`] what an attempt leaves for the next.
+//! tell each other, [`teacher`] what a rank holds of the parent, [`checkpoint`] what an attempt leaves for the next,
+//! [`losses`] how few numbers tell how it went.
 
 mod begin;
 mod checkpoint;
 mod corpus;
+mod losses;
 mod teacher;
 mod team;
 
@@ -29,6 +31,7 @@ use super::{Caches, Context};
 use crate::{Error, Result};
 use checkpoint::{Begun, Checkpoint, Checkpoints};
 use corpus::{Corpus, Order};
+use losses::Losses;
 use teacher::Teacher;
 use team::Team;
 
@@ -54,7 +57,7 @@ struct Course {
     trainer: Trainer,
     /// The guard's loss before the first step.
     before: f64,
-    losses: Vec<f32>,
+    losses: Losses,
     /// What earlier attempts spent.
     earlier_seconds: f64,
     begun: Instant,
@@ -135,7 +138,7 @@ impl Attempt<'_, '_> {
         let order = Order::new(self.corpus.len(), self.task.recipe.seed);
         // On a device that computes by itself a step is read when the next one is on its way.
         let mut unread: Option<Step> = None;
-        for begun in course.losses.len() + 1..=self.steps {
+        for begun in course.losses.steps() + 1..=self.steps {
             let step = self.step(caches, &mut course.trainer, &order, begun - 1)?;
             if let Some(previous) = unread.replace(step) {
                 self.note(&mut course.losses, previous)?;
@@ -150,7 +153,7 @@ impl Attempt<'_, '_> {
             self.keep(&mut checkpoints, leaving, &course, due, asked)?;
             if asked {
                 tracing::info!(
-                    step = course.losses.len(),
+                    step = course.losses.steps(),
                     "a checkpoint was asked for and is written"
                 );
                 return Err(Error::Cancelled);
@@ -222,9 +225,11 @@ impl Attempt<'_, '_> {
             }
             (false, _) => self.write_from_stages(checkpoints, &course.trainer)?,
         };
+        let (losses, steps_per_loss) = course.losses.into_means();
         Ok(Recovered {
             weights,
-            losses: course.losses,
+            losses,
+            steps_per_loss: steps_per_loss as u64,
             tokens: (self.steps * self.step_tokens()) as u64,
             kept_untrained,
             seconds,
@@ -250,7 +255,7 @@ impl Attempt<'_, '_> {
             let whole = Checkpoint {
                 shares,
                 before: 0.0,
-                losses: Vec::new(),
+                losses: Losses::default(),
                 seconds: 0.0,
             };
             let all = 0..self.student.blocks.len();
@@ -265,11 +270,11 @@ impl Attempt<'_, '_> {
     }
 
     /// Reads a step's loss and tells how far the training has come.
-    fn note(&self, losses: &mut Vec<f32>, step: Step) -> Result<()> {
+    fn note(&self, losses: &mut Losses, step: Step) -> Result<()> {
         #[allow(clippy::cast_possible_truncation)] // a loss to look at
         let loss = step.read()?.loss as f32;
         losses.push(loss);
-        let (done, total) = (losses.len(), self.steps);
+        let (done, total) = (losses.steps(), self.steps);
         self.context.progress(
             done * self.step_tokens(),
             total * self.step_tokens(),

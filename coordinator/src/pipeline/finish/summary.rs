@@ -1,7 +1,7 @@
 //! The outcome: what a finished job has to tell, gathered from its results. Nothing is decided here.
 
 use espalier_arch::{Architecture, BlockShape, Variant};
-use espalier_proto::task::{Exported, MeasuredPair, Quality, Recovered, Shard, TaskOutput};
+use espalier_proto::task::{Exported, MeasuredPair, Quality, Recovered, Shard, TaskOutput, one_each};
 use espalier_search::{Corrections, Metric, Score};
 
 use super::{Accepted, Decision, PlanError, Qualities, Results, Stage, Tail, best_of, shard_tokens};
@@ -211,6 +211,7 @@ impl Tail<'_> {
             losses: recovered
                 .map(|recovered| recovered.losses.clone())
                 .unwrap_or_default(),
+            steps_per_loss: recovered.map_or_else(one_each, |recovered| recovered.steps_per_loss),
             recovery_tokens: recovered.map_or(0, |recovered| recovered.tokens),
             recovery_seconds: recovered.map_or(0.0, |recovered| recovered.seconds),
             kept_untrained: recovered

@@ -261,6 +261,7 @@ impl World {
             TaskSpec::Recover(recover) => TaskOutput::Recover(Recovered {
                 weights: ArtifactId("w".to_owned()),
                 losses: vec![2.0, 1.0],
+                steps_per_loss: 1,
                 tokens: recover.recipe.tokens,
                 kept_untrained: false,
                 seconds: 1.0,

@@ -6,6 +6,7 @@ use espalier_model::train::{Grid, Parts, Trainer};
 use espalier_proto::task::ArtifactId;
 
 use super::checkpoint::{Checkpoint, Checkpoints};
+use super::losses::Losses;
 use super::teacher::Teacher;
 use super::{Attempt, Course};
 use crate::executor::Caches;
@@ -39,7 +40,7 @@ impl Attempt<'_, '_> {
                 },
                 _,
             )) => (before, losses, seconds),
-            None => (self.guard_loss(caches, &mut trainer)?, Vec::new(), 0.0),
+            None => (self.guard_loss(caches, &mut trainer)?, Losses::default(), 0.0),
         };
         Ok(Course {
             trainer,
@@ -70,7 +71,7 @@ impl Attempt<'_, '_> {
             };
             let is_unusable = self.team.any(opened.is_none())?;
             if let Some(parts) = opened.filter(|_| !is_unusable) {
-                let step = checkpoint.losses.len();
+                let step = checkpoint.losses.steps();
                 tracing::info!(step, whose, "going on from a checkpoint");
                 self.context.goes_on_from(step * self.step_tokens());
                 return Ok(Some((checkpoint, parts)));
@@ -83,7 +84,7 @@ impl Attempt<'_, '_> {
     /// What this rank needs of a checkpoint's shares, which are of the student's shape and the step that the record says.
     fn opened(&self, checkpoints: &Checkpoints<'_, '_>, checkpoint: &Checkpoint) -> Result<Parts> {
         let parts = checkpoints.open(checkpoint, &self.blocks()?)?;
-        let (steps, recorded) = (parts.steps(), checkpoint.losses.len());
+        let (steps, recorded) = (parts.steps(), checkpoint.losses.steps());
         let reason = if *parts.architecture() != self.student {
             "it is of a model of another shape".to_owned()
         } else if usize::try_from(steps) != Ok(recorded) {

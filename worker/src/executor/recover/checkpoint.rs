@@ -13,6 +13,7 @@ use espalier_model::train::{Parts, Trainer, Writing};
 use espalier_proto::task::{ArtifactId, Recover};
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::losses::Losses;
 use super::team::Team;
 use crate::executor::Context;
 use crate::{Error, Result};
@@ -26,8 +27,8 @@ pub(super) struct Checkpoint {
     /// The guard's loss before the first step. JSON has no word for one that is not a number.
     #[serde(deserialize_with = "number_or_null")]
     pub before: f64,
-    /// Of every step so far.
-    pub losses: Vec<f32>,
+    /// Of all steps so far.
+    pub losses: Losses,
     /// Spent on them.
     pub seconds: f64,
 }
@@ -41,7 +42,7 @@ fn number_or_null<'de, D: Deserializer<'de>>(json: D) -> std::result::Result<f64
 pub(super) struct Begun {
     share: Share,
     before: f64,
-    losses: Vec<f32>,
+    losses: Losses,
     seconds: f64,
 }
 
@@ -145,12 +146,12 @@ impl<'a, 'b> Checkpoints<'a, 'b> {
         let mut checkpoints = Vec::with_capacity(recorded.len());
         for (whose, bytes) in recorded {
             match serde_json::from_slice::<Checkpoint>(&bytes) {
-                Ok(checkpoint) if checkpoint.losses.len() <= steps => checkpoints.push((checkpoint, whose)),
+                Ok(checkpoint) if checkpoint.losses.steps() <= steps => checkpoints.push((checkpoint, whose)),
                 Ok(_) | Err(_) => tracing::warn!(whose, "the record of a checkpoint cannot be read"),
             }
         }
         checkpoints.retain(|(checkpoint, _)| !unusable.contains(&checkpoint.shares));
-        checkpoints.sort_by_key(|(checkpoint, _)| std::cmp::Reverse(checkpoint.losses.len()));
+        checkpoints.sort_by_key(|(checkpoint, _)| std::cmp::Reverse(checkpoint.losses.steps()));
         Ok(checkpoints.into_iter().next())
     }
 
@@ -172,7 +173,7 @@ impl<'a, 'b> Checkpoints<'a, 'b> {
     ///
     /// # Errors
     /// When it cannot be written.
-    pub fn begin(&self, trainer: &Trainer, before: f64, losses: &[f32], seconds: f64) -> Result<Begun> {
+    pub fn begin(&self, trainer: &Trainer, before: f64, losses: &Losses, seconds: f64) -> Result<Begun> {
         let share = match self.context.operations.accelerator() {
             // Beside the training there would be a copy of everything, which the host has no room for.
             None => Share::Written(self.write(trainer)?),
@@ -188,7 +189,7 @@ impl<'a, 'b> Checkpoints<'a, 'b> {
                 Share::OnItsWay(OnItsWay(Some(thread)))
             }
         };
-        let losses = losses.to_vec();
+        let losses = losses.clone();
         Ok(Begun {
             share,
             before,
@@ -305,10 +306,12 @@ mod tests {
 
     #[test]
     fn a_record_of_a_loss_that_is_not_a_number_is_read_again() {
+        let mut losses = Losses::default();
+        losses.push(0.5);
         let record = Checkpoint {
             shares: vec![ArtifactId("ab".repeat(32))],
             before: f64::NAN,
-            losses: vec![0.5],
+            losses,
             seconds: 2.0,
         };
         let json = serde_json::to_vec(&record).unwrap();
