@@ -3,6 +3,8 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use espalier_search::Metric;
+
 use super::{CostTableSource, Engine, JobSpec, KvGroups, Recovery, SpecError, cost_table, word};
 
 /// A workload beyond this is a mistake of units rather than a wish.
@@ -99,6 +101,11 @@ impl JobSpec {
                 let message = format!("found {value}, expected 1 to {MOST_TOKENS}");
                 return Err(SpecError::new(format!("target.workload.{name}"), message));
             }
+        }
+        if workload.output_tokens == 1 && self.target.limits.get(Metric::PerToken).is_some() {
+            let message =
+                "found 1, expected at least 2 where per_token is limited: it is the time between two tokens";
+            return Err(SpecError::new("target.workload.output_tokens", message));
         }
         let (found, computed) = (self.target.precision(), self.target.device.precision());
         if self.target.engine == Engine::Builtin && found != computed {

@@ -196,6 +196,20 @@ fn impossible_values_are_refused_with_what_would_be_right() {
 }
 
 #[test]
+fn a_limit_on_the_time_between_tokens_needs_two_of_them() {
+    let one = SHORTEST.replace("output_tokens: 32", "output_tokens: 1");
+    for bound in ["20ms", "75%"] {
+        let message = refusal(&one.replace("latency: 75%", &format!("per_token: {bound}")));
+        assert!(
+            message.starts_with("target.workload.output_tokens: found 1, expected at least 2"),
+            "{message}"
+        );
+    }
+    read(&one).unwrap();
+    read(&SHORTEST.replace("latency", "per_token").replace("32", "2")).unwrap();
+}
+
+#[test]
 fn a_file_that_is_missing_empty_or_a_directory_is_refused_at_submission() {
     let directory = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(directory.path().join("models/parent")).unwrap();
