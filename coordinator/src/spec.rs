@@ -187,7 +187,7 @@ pub struct Search {
     /// multiple of 32.
     #[schemars(range(min = 1))]
     pub mlp_grid: Option<usize>,
-    /// Whether a block may be left out altogether.
+    /// Whether a block may be left out altogether, or a layer by the uniform strategy.
     pub skip: bool,
     /// Which searches run: each is recovered with the same tokens and reported beside the other.
     pub strategies: Vec<Strategy>,

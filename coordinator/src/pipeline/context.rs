@@ -109,7 +109,11 @@ impl<'a> Context<'a> {
         Ok(each.map(|scores| scores.concat()))
     }
 
+    /// Layers in the order in which they go; where none may, none.
     pub(super) fn depth_order(&self) -> Result<Option<&'a [usize]>, PlanError> {
+        if !self.spec.search.skip {
+            return Ok(Some(&[]));
+        }
         self.single(Stage::DepthOrder, |output| match output {
             TaskOutput::DepthOrder { layers, .. } => Some(layers.as_slice()),
             _ => None,

@@ -80,7 +80,7 @@ pub(super) fn plan(spec: &JobSpec, results: &Results) -> Result<Plan, PlanError>
             })?;
         }
         if let Some(profiled) = profiled {
-            if context.strategies().contains(&Strategy::Uniform) {
+            if context.strategies().contains(&Strategy::Uniform) && spec.search.skip {
                 offer(&mut plan, results, Stage::DepthOrder, || {
                     depth_order(&context, ingested, profiled, &parent)
                 })?;

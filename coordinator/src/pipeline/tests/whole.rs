@@ -59,6 +59,28 @@ fn a_single_strategy_runs_only_its_own_stages() {
 }
 
 #[test]
+fn no_strategy_leaves_a_block_out_where_none_may_go() {
+    let run = |skip: bool| {
+        let mut spec = spec(r#"{"block_parameters": "60%"}"#, BOTH);
+        spec.search.skip = skip;
+        let mut world = World::default();
+        let outcome = world.run(&spec).unwrap();
+        (world.log.contains(&Stage::DepthOrder), outcome)
+    };
+    let (ordered, outcome) = run(false);
+    assert!(!ordered, "nobody asks for an order");
+    assert_eq!(outcome.strategies.len(), 2);
+    let chosen = outcome.strategies.iter().map(|report| &report.candidate);
+    let ranked = outcome.grid.iter().map(|ranked| &ranked.point.candidate);
+    for candidate in chosen.chain(ranked) {
+        assert!(!candidate.variants.contains(&Variant::Skip), "{candidate:?}");
+    }
+    let (ordered, outcome) = run(true);
+    let drops = |ranked: &outcome::RankedPoint| !ranked.point.dropped.is_empty();
+    assert!(ordered && outcome.grid.iter().any(drops));
+}
+
+#[test]
 fn a_limit_on_time_that_nothing_meets_is_refused_after_the_profile_with_the_best_that_can_be_reached() {
     let mut world = World::default();
     let error = world
