@@ -16,8 +16,8 @@ pub enum PlanError {
     Impossible(Box<Impossible>),
     /// No point of the uniform grid is inside the limits.
     #[error(
-        "target.limits: no uniform model of the grid is inside them; allow more depth to be removed, a finer \
-         search.mlp_grid, or leave uniform out of search.strategies"
+        "target.limits: no uniform model of the grid is inside them; loosen a limit, give a finer search.mlp_grid or \
+         smaller search.kv_groups, or leave uniform out of search.strategies"
     )]
     NoUniform,
     /// Every choice that was checked missed a limit or its prediction, the last one a limit.

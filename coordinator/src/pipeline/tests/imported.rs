@@ -195,6 +195,11 @@ fn a_job_goes_on_without_a_baseline_where_only_the_baseline_cannot_meet_the_limi
         .unwrap_err()
         .to_string();
     assert!(error.contains("no uniform model of the grid"), "{error}");
+    // What can be changed in a spec, and nothing else.
+    for remedy in ["search.mlp_grid", "search.kv_groups", "search.strategies"] {
+        assert!(error.contains(remedy), "{error}");
+    }
+    assert!(!error.contains("depth"), "{error}");
 }
 
 #[test]

@@ -9,7 +9,7 @@ use crate::scheduler::{
     retry_pause,
 };
 
-/// How long a gang may take until every rank is ready: each loads its model first.
+/// How long a gang may take until every rank is ready: devices come free and children start. Models are loaded later.
 const GANG_DEADLINE: Duration = Duration::from_secs(15 * 60);
 /// How long a worker that is gone is remembered.
 const GONE_FOR: Duration = Duration::from_secs(24 * 60 * 60);
