@@ -13,7 +13,7 @@ pub struct Needs {
     pub device_kind: Option<Name>,
     /// Memory a device has to have; 0 means any.
     pub memory_bytes: u64,
-    /// Memory that is put to use where a device has it, and that is waited for there; 0 means no more than the above.
+    /// Memory that is put to use where it is free, and that is waited for a while; 0 means no more than the above.
     #[serde(skip_serializing_if = "is_zero")]
     pub ample_bytes: u64,
     /// Devices that run it together, each its rank; at least 1. Fewer where the cluster has not so many.
@@ -39,9 +39,9 @@ impl Default for Needs {
 }
 
 impl Needs {
-    /// Memory that has to be free on a device of this size when a child begins. What takes nearly all of it is not waited
-    /// for: something else may have a little.
-    pub fn free_bytes(&self, device_bytes: u64) -> u64 {
+    /// Memory that a new child waits for on a device of this size, while it may come back. What takes nearly all of it is
+    /// not waited for: something else may have a little.
+    pub fn awaited_bytes(&self, device_bytes: u64) -> u64 {
         let nearly_all = device_bytes - device_bytes / 8;
         match self.ample_bytes <= nearly_all {
             true => self.memory_bytes.max(self.ample_bytes),

@@ -238,6 +238,11 @@ fn needs(spec: &TaskSpec, weights: Weights) -> Needs {
     let memory_bytes = match spec {
         // They have no weights on a device.
         TaskSpec::Ingest(_) | TaskSpec::Export(_) => 0,
+        // It reads a tensor at a time, in a child that goes on with the parent.
+        TaskSpec::Sort(_) => {
+            ample_bytes = weights.parent;
+            0
+        }
         // Where the parent has no room, blocks and candidates are measured without it.
         TaskSpec::Profile(_) => {
             ample_bytes = weights.timed;
@@ -252,7 +257,6 @@ fn needs(spec: &TaskSpec, weights: Weights) -> Needs {
             weights.exported
         }
         TaskSpec::Calibrate(_)
-        | TaskSpec::Sort(_)
         | TaskSpec::Score(_)
         | TaskSpec::DepthOrder(_)
         | TaskSpec::Rank(_)

@@ -15,7 +15,7 @@ use tracing::Instrument;
 
 use super::core::{DeviceEvent, Ended, Run};
 use super::leftover::Mark;
-use super::memory::{DeviceMemory, HostMemory, RECLAIM_TIMEOUT, wait_until_free};
+use super::memory::{DeviceMemory, HostMemory, RECLAIM_TIMEOUT, Room, wait_until_free};
 use super::options::{ChildOptions, DeviceOptions};
 use super::process::Process;
 use crate::child::protocol::{Order, Place, Request};
@@ -211,8 +211,12 @@ impl Runner {
         if model.is_some() && self.resident.is_some() && self.resident != model {
             self.end_child().await;
         }
+        let room = Room {
+            need_bytes: run.assign.memory_bytes,
+            ample_bytes: run.assign.ample_bytes,
+        };
         if self.process.is_none()
-            && let Some(ended) = self.start(lease, run.assign.memory_bytes, commands).await?
+            && let Some(ended) = self.start(lease, room, commands).await?
         {
             return Some(ended);
         }
@@ -262,11 +266,11 @@ impl Runner {
     async fn start(
         &mut self,
         lease: Lease,
-        need_bytes: u64,
+        room: Room,
         commands: &mut mpsc::Receiver<Command>,
     ) -> Option<Option<Ended>> {
         let (memory, leaving) = (Arc::clone(&self.memory), self.leaving.clone());
-        let free = wait_until_free(&memory, &leaving, need_bytes, self.reclaim_timeout);
+        let free = wait_until_free(&memory, &leaving, room, self.reclaim_timeout);
         tokio::pin!(free);
         let free = loop {
             tokio::select! {

@@ -101,14 +101,24 @@ pub(super) fn stat(process: i32) -> Option<Stat> {
     })
 }
 
-/// Waits until no process of `groups` is left and `need_bytes` are free.
+/// Memory that a fresh child wants.
+#[derive(Debug, Clone, Copy)]
+pub struct Room {
+    /// Without which it cannot work.
+    pub need_bytes: u64,
+    /// That it would put to use.
+    pub ample_bytes: u64,
+}
+
+/// Waits until no process of `groups` is left and the memory is free that a child would put to use; after `patience` what
+/// it needs is enough, for somebody else may keep the rest.
 ///
 /// # Errors
 /// After `patience`: what is left, in one line.
 pub async fn wait_until_free(
     memory: &Arc<dyn DeviceMemory>,
     groups: &[i32],
-    need_bytes: u64,
+    room: Room,
     patience: Duration,
 ) -> std::result::Result<(), String> {
     let deadline = Instant::now() + patience;
@@ -122,20 +132,29 @@ pub async fn wait_until_free(
             let look = move || groups.into_iter().flat_map(processes_of_group).collect();
             tokio::task::spawn_blocking(look).await.unwrap_or_default()
         };
-        let free = match need_bytes {
+        let ample_bytes = room.need_bytes.max(room.ample_bytes);
+        let free = match ample_bytes {
             0 => Free::Unknown,
             _ => free_now(memory, deadline.max(Instant::now() + LOOK_TIMEOUT)).await,
         };
-        let fits = match free {
-            Free::Bytes(free) => free >= need_bytes,
+        let has = |bytes: u64| match free {
+            Free::Bytes(free) => free >= bytes,
             Free::Unknown => true,
             Free::Unanswered => false,
         };
-        if left.is_empty() && fits {
+        if left.is_empty() && has(ample_bytes) {
             return Ok(());
         }
         if Instant::now() >= deadline {
-            return Err(evidence(&left, free, need_bytes, patience));
+            if left.is_empty() && has(room.need_bytes) {
+                tracing::info!(
+                    ?free,
+                    ?room,
+                    "others use the device: its child begins with what is free"
+                );
+                return Ok(());
+            }
+            return Err(evidence(&left, free, room.need_bytes, patience));
         }
         sleep(pause).await;
         pause = (2 * pause).min(LAST_LOOK);
@@ -164,13 +183,13 @@ async fn free_now(memory: &Arc<dyn DeviceMemory>, deadline: Instant) -> Free {
 
 fn evidence(left: &[i32], free: Free, need_bytes: u64, patience: Duration) -> String {
     let seconds = patience.as_secs();
-    let mut line = format!("the device is not free {seconds} s after its last child was killed");
+    let mut line = format!("the device is not free after {seconds} s");
     if !left.is_empty() {
-        line.push_str(&format!("; processes {left:?} of the child are left"));
+        line.push_str(&format!("; processes {left:?} of its last child are left"));
     }
     match free {
         Free::Bytes(free) => line.push_str(&format!(
-            "; {free} bytes of memory are free, and {need_bytes} are needed"
+            "; {free} bytes of memory are free, and {need_bytes} are needed: end what else uses it"
         )),
         Free::Unanswered => {
             line.push_str("; what of its memory is free is not answered: does its driver hang?")
@@ -196,16 +215,51 @@ mod tests {
         }
     }
 
+    fn needed(need_bytes: u64) -> Room {
+        Room {
+            need_bytes,
+            ample_bytes: 0,
+        }
+    }
+
     #[tokio::test]
     async fn memory_that_does_not_come_back_is_told_with_its_evidence() {
         let patience = Duration::from_millis(20);
         let memory = |free| -> Arc<dyn DeviceMemory> { Arc::new(Fixed(free)) };
-        let told = wait_until_free(&memory(10), &[], 11, patience).await.unwrap_err();
+        let told = wait_until_free(&memory(10), &[], needed(11), patience)
+            .await
+            .unwrap_err();
         assert!(
             told.contains("10 bytes") && told.contains("11 are needed"),
             "{told}"
         );
-        wait_until_free(&memory(11), &[], 11, patience).await.unwrap();
+        wait_until_free(&memory(11), &[], needed(11), patience)
+            .await
+            .unwrap();
+    }
+
+    #[tokio::test]
+    async fn memory_that_somebody_else_keeps_is_waited_for_and_then_done_without() {
+        let patience = Duration::from_millis(20);
+        let memory: Arc<dyn DeviceMemory> = Arc::new(Fixed(10));
+        let streamed = |need_bytes, ample_bytes| Room {
+            need_bytes,
+            ample_bytes,
+        };
+        let begun = Instant::now();
+        wait_until_free(&memory, &[], streamed(10, 60), patience)
+            .await
+            .unwrap();
+        assert!(begun.elapsed() >= patience, "it may come back");
+        wait_until_free(&memory, &[], streamed(0, 60), patience)
+            .await
+            .unwrap();
+        let told = wait_until_free(&memory, &[], streamed(11, 60), patience).await;
+        assert!(told.unwrap_err().contains("11 are needed"));
+        // SAFETY: asks for a number.
+        let own = unsafe { libc::getpgrp() };
+        let told = wait_until_free(&memory, &[own], streamed(10, 60), patience).await;
+        assert!(told.unwrap_err().contains("of its last child are left"));
     }
 
     /// Answers once `until` has no sender any more.
@@ -228,7 +282,9 @@ mod tests {
             until: Mutex::new(until),
         });
         let patience = Duration::from_millis(20);
-        let told = wait_until_free(&memory, &[], 11, patience).await.unwrap_err();
+        let told = wait_until_free(&memory, &[], needed(11), patience)
+            .await
+            .unwrap_err();
         assert!(told.contains("does its driver hang?"), "{told}");
         drop(hold);
     }
@@ -248,9 +304,11 @@ mod tests {
     async fn an_answer_that_comes_late_is_heard() {
         let memory: Arc<dyn DeviceMemory> = Arc::new(Late);
         let patience = Duration::from_millis(1);
-        let told = wait_until_free(&memory, &[], 11, patience).await.unwrap_err();
+        let told = wait_until_free(&memory, &[], needed(11), patience)
+            .await
+            .unwrap_err();
         assert!(told.contains("10 bytes of memory are free"), "{told}");
-        wait_until_free(&memory, &[], 10, patience).await.unwrap();
+        wait_until_free(&memory, &[], needed(10), patience).await.unwrap();
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use espalier_arch::{Activation, Attention, Block, BlockShape, Family, Mlp};
 use espalier_proto::task::{
-    ArtifactId, Calibrate, Check, Engine, Ingested, ParentRef, Profile, Profiled, Shard, Verify,
+    ArtifactId, Calibrate, Check, Engine, Ingested, ParentRef, Profile, Profiled, Shard, Sort, Verify,
 };
 use espalier_search::{CostKey, CostRow, Measurement, Mode, Subject, Summary, WholeParent, Workload};
 
@@ -70,15 +70,21 @@ fn a_task_needs_a_device_for_what_its_child_holds_of_the_parent() {
     let wanted = needs(&calibrate, weights(bytes));
     assert_eq!((wanted.memory_bytes, wanted.ample_bytes), (bytes / 2, bytes));
     assert_eq!(
-        wanted.free_bytes(2 * bytes),
+        wanted.awaited_bytes(2 * bytes),
         bytes,
         "it is waited for where it fits"
     );
     assert_eq!(
-        wanted.free_bytes(bytes),
+        wanted.awaited_bytes(bytes),
         bytes / 2,
         "and not where it would fill the device"
     );
+    let sort = TaskSpec::Sort(Sort {
+        parent: parent_ref(),
+        importance: Vec::new(),
+    });
+    let wanted = needs(&sort, weights(bytes));
+    assert_eq!((wanted.memory_bytes, wanted.ample_bytes), (0, bytes));
     let mut smaller = parent();
     smaller.blocks.pop();
     let check = TaskSpec::Check(Check {

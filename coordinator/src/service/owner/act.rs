@@ -102,7 +102,8 @@ impl Owner {
             device_id: attempt.device.to_string(),
             spec_json: Bytes::copy_from_slice(task.payload.as_str().as_bytes()),
             traceparent: traceparent.unwrap_or_default(),
-            memory_bytes: task.needs.free_bytes(device_bytes),
+            memory_bytes: task.needs.memory_bytes,
+            ample_bytes: task.needs.awaited_bytes(device_bytes),
             gang: attempt.place.map(|place| v1::Gang {
                 generation: place.generation,
                 rank: place.rank,
