@@ -273,6 +273,9 @@ pub struct StageCost {
     pub tasks: usize,
     /// Tokens that went through the model, those of a shard once for each task; 0 where none did.
     pub tokens: u64,
-    /// Seconds from its first task's start to its last one's end.
+    /// Seconds from its first task's start to its last one's end, those between a failure of the job and its retry aside.
     pub seconds: f64,
+    /// Seconds from the start of the job's first task to its end; none in outcomes of older versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ended_seconds: Option<f64>,
 }

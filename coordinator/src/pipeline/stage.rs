@@ -163,8 +163,11 @@ pub struct StageResult {
 pub struct Finished {
     /// One for each task, in the order planned.
     pub outputs: Vec<TaskOutput>,
-    /// Seconds from the first task's start to the last one's end.
+    /// Seconds from the first task's start to the last one's end, those between a failure of the job and its retry aside.
     pub seconds: f64,
+    /// Seconds from the start of the job's first task to the stage's end; none where that is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ended_seconds: Option<f64>,
 }
 
 impl Results {

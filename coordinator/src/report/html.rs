@@ -109,7 +109,7 @@ fn facts(body: &mut String, outcome: &Outcome) {
         let of = format!("of {}", short(outcome.parent.parameters));
         shown.push(("Parameters", short(report.parameters), of));
     }
-    let seconds: f64 = outcome.stages.iter().map(|stage| stage.seconds).sum();
+    let seconds = table::elapsed_seconds(&outcome.stages);
     shown.push(("Time", duration(seconds), "all stages".to_owned()));
     body.push_str("<dl class=\"facts\">");
     for (name, value, note) in &shown {

@@ -102,17 +102,19 @@ fn front_point(share: f64) -> FrontPoint {
 }
 
 fn stages() -> Vec<StageCost> {
-    let stage = |stage, tasks, tokens, seconds| StageCost {
+    let stage = |stage, tasks, tokens, seconds, ended| StageCost {
         stage,
         tasks,
         tokens,
         seconds,
+        ended_seconds: Some(ended),
     };
+    // The parent is calibrated while it is profiled.
     vec![
-        stage(Stage::Ingest, 1, 0, 2.4),
-        stage(Stage::Profile, 1, 0, 61.0),
-        stage(Stage::Calibrate, 2, 32_768, 40.2),
-        stage(Stage::Score, 60, 245_760, 184.0),
+        stage(Stage::Ingest, 1, 0, 2.4, 2.4),
+        stage(Stage::Profile, 1, 0, 61.0, 63.4),
+        stage(Stage::Calibrate, 2, 32_768, 40.2, 42.6),
+        stage(Stage::Score, 60, 245_760, 184.0, 247.4),
         stage(
             Stage::Check {
                 strategy: Strategy::Heterogeneous,
@@ -121,9 +123,10 @@ fn stages() -> Vec<StageCost> {
             1,
             0,
             21.0,
+            268.4,
         ),
-        stage(Stage::Recover, 2, 65_536, 351.0),
-        stage(Stage::Evaluate, 5, 81_920, 64.0),
+        stage(Stage::Recover, 2, 65_536, 351.0, 619.4),
+        stage(Stage::Evaluate, 5, 81_920, 64.0, 683.4),
     ]
 }
 

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use espalier_proto::task::Quality;
 
 use super::format::{bound, duration, escape, grouped, metric, short, signed_percent};
-use crate::pipeline::outcome::Outcome;
+use crate::pipeline::outcome::{Outcome, StageCost};
 
 /// Asked, predicted, checked and measured of every limit.
 pub(super) fn limits(outcome: &Outcome) -> String {
@@ -142,7 +142,7 @@ pub(super) fn costs(outcome: &Outcome) -> String {
         );
     }
     let tokens = outcome.stages.iter().map(|stage| stage.tokens).sum();
-    let seconds = outcome.stages.iter().map(|stage| stage.seconds).sum();
+    let seconds = elapsed_seconds(&outcome.stages);
     let _ = write!(
         rows,
         "<tr><td><b>all stages</b></td><td></td><td><b>{}</b></td><td><b>{}</b></td></tr>",
@@ -150,6 +150,24 @@ pub(super) fn costs(outcome: &Outcome) -> String {
         duration(seconds)
     );
     table(&["stage", "tasks", "tokens", "time"], &rows)
+}
+
+/// Seconds in which any stage ran: several may run at a time. Their sum where it is not known when they did.
+pub(super) fn elapsed_seconds(stages: &[StageCost]) -> f64 {
+    let spans = stages.iter().map(|stage| {
+        let ended = stage.ended_seconds?;
+        Some((ended - stage.seconds, ended))
+    });
+    let Some(mut spans) = spans.collect::<Option<Vec<(f64, f64)>>>() else {
+        return stages.iter().map(|stage| stage.seconds).sum();
+    };
+    spans.sort_by(|first, second| first.0.total_cmp(&second.0));
+    let (mut elapsed, mut until) = (0.0, f64::NEG_INFINITY);
+    for (begun, ended) in spans {
+        elapsed += (ended - begun.max(until)).max(0.0);
+        until = until.max(ended);
+    }
+    elapsed
 }
 
 fn table(heads: &[&str], rows: &str) -> String {

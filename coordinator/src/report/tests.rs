@@ -162,6 +162,28 @@ fn losses_of_many_steps_each_are_drawn_over_all_steps_and_those_of_older_version
 }
 
 #[test]
+fn the_time_of_stages_that_run_at_once_is_counted_once() {
+    let mut outcome = sample::outcome();
+    let time = |outcome: &Outcome| {
+        let page = html(outcome);
+        let fact = page.split("<dt>Time</dt><dd>").nth(1).unwrap();
+        let row = page.split("<b>all stages</b>").nth(1).unwrap();
+        let shown = fact.split("<small>").next().unwrap().to_owned();
+        assert!(row.contains(&format!("<b>{shown}</b>")), "{shown}");
+        shown
+    };
+    // Of 723.6 s of all stages, 40.2 s of one ran within another, though it is listed after it.
+    assert_eq!(time(&outcome), "11 min 23 s");
+    // As an older version left it.
+    for stage in &mut outcome.stages {
+        stage.ended_seconds = None;
+    }
+    let json = serde_json::to_string(&outcome).unwrap();
+    assert!(!json.contains("ended_seconds"));
+    assert_eq!(time(&serde_json::from_str(&json).unwrap()), "12 min 04 s");
+}
+
+#[test]
 fn a_parent_without_room_is_said_to_have_none_and_its_figures_to_be_predicted() {
     let mut outcome = sample::outcome();
     outcome.parent.measurement = WholeParent::TooLarge(Shortage {

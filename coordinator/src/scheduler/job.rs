@@ -157,6 +157,24 @@ pub struct Stage {
     pub started_at: Option<i64>,
     /// When its last task ended.
     pub finished_at: Option<i64>,
+    /// Milliseconds between failures of its job and the retries after them, since it started.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub rested_ms: i64,
+}
+
+impl Stage {
+    /// Milliseconds that it took up to `now`, or to its end; 0 before it starts. What passed between a failure of its job
+    /// and the retry is not counted.
+    pub fn elapsed_ms(&self, now: i64) -> i64 {
+        let ended = self.finished_at.unwrap_or(now);
+        self.started_at
+            .map_or(0, |start| (ended - start - self.rested_ms).max(0))
+    }
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // as serde wants it
+fn is_zero(value: &i64) -> bool {
+    *value == 0
 }
 
 /// How an archived job ended.

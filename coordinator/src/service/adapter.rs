@@ -133,8 +133,11 @@ fn result(snapshot: &StageSnapshot) -> Result<StageResult, String> {
             .map(read_output)
             .collect::<Result<Vec<_>, String>>()
     });
-    let seconds = snapshot.seconds;
-    let finished = outputs.transpose()?.map(|outputs| Finished { outputs, seconds });
+    let finished = outputs.transpose()?.map(|outputs| Finished {
+        outputs,
+        seconds: snapshot.seconds,
+        ended_seconds: Some(snapshot.ended_seconds),
+    });
     Ok(StageResult { decision, finished })
 }
 

@@ -14,8 +14,10 @@ pub struct StageSnapshot {
     pub decision: Option<Payload>,
     /// Outputs of its tasks in order; none while one is unfinished.
     pub outputs: Option<Vec<Payload>>,
-    /// Seconds from its first task's start to its last one's end.
+    /// Seconds from its first task's start to its last one's end, those between a failure of its job and the retry aside.
     pub seconds: f64,
+    /// Seconds from the start of the job's first task to its end.
+    pub ended_seconds: f64,
 }
 
 /// What comes next.

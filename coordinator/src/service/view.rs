@@ -175,9 +175,6 @@ fn stage(stage: &Stage, job_ended: bool, active: Vec<v1::Task>, now: i64) -> v1:
     } else {
         v1::StageState::Waiting
     };
-    let elapsed = stage
-        .started_at
-        .map_or(0, |start| stage.finished_at.unwrap_or(now) - start);
     v1::Stage {
         name: stage.name.clone(),
         kind: stage.kind.to_string(),
@@ -186,7 +183,7 @@ fn stage(stage: &Stage, job_ended: bool, active: Vec<v1::Task>, now: i64) -> v1:
         tasks_done: count(stage.done),
         active,
         decision: stage.note.clone(),
-        elapsed_ms: u64::try_from(elapsed).unwrap_or(0),
+        elapsed_ms: u64::try_from(stage.elapsed_ms(now)).unwrap_or(0),
     }
 }
 

@@ -244,6 +244,7 @@ mod tests {
                         decision: None,
                         outputs: Some(Vec::new()),
                         seconds: 0.0,
+                        ended_seconds: 0.0,
                     })),
                     Planned::Outcome(_) => break "outcome",
                 }

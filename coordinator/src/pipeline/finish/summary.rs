@@ -251,6 +251,7 @@ impl Tail<'_> {
                 tasks: finished.outputs.len(),
                 tokens: self.tokens(stage, finished.outputs.len(), self.context.results),
                 seconds: finished.seconds,
+                ended_seconds: finished.ended_seconds,
             })
             .collect()
     }

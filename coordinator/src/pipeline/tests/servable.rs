@@ -101,6 +101,7 @@ fn is_refused(spec: &JobSpec, parent: &Architecture) -> bool {
     let finished = Finished {
         outputs: vec![output],
         seconds: 1.0,
+        ended_seconds: None,
     };
     let result = StageResult {
         decision: None,

@@ -357,6 +357,7 @@ impl World {
             results.stages.get_mut(&stage.stage).unwrap().finished = Some(Finished {
                 outputs,
                 seconds: 2.0,
+                ended_seconds: None,
             });
             results = serde_json::from_str(&serde_json::to_string(&results).unwrap()).unwrap();
         }

@@ -133,6 +133,7 @@ pub fn planned(state: &mut State, id: JobId, revision: u64, stages: &[StageRecor
             done: 0,
             started_at: None,
             finished_at: None,
+            rested_ms: 0,
         });
         for task in &record.tasks {
             made.push(Task {
@@ -231,6 +232,10 @@ pub fn retried(state: &mut State, id: JobId, request_id: Option<&String>, at: i6
     let Some(job) = state.jobs.get_mut(&id) else {
         return;
     };
+    let failed_at = match job.phase {
+        JobPhase::Failed { at, .. } => at,
+        _ => at,
+    };
     job.phase = JobPhase::Active;
     // What a planner found out before the failure is about stages that may be gone.
     job.planned = job.results;
@@ -244,6 +249,11 @@ pub fn retried(state: &mut State, id: JobId, request_id: Option<&String>, at: i6
     });
     let gone = job.stages.iter().position(|stage| stage.in_output);
     let forgotten = gone.map(|first| job.stages.split_off(first)).unwrap_or_default();
+    for stage in &mut job.stages {
+        if stage.started_at.is_some() && stage.finished_at.is_none() {
+            stage.rested_ms += (at - failed_at).max(0);
+        }
+    }
     let kept: Vec<TaskId> = job
         .stages
         .iter()

@@ -144,6 +144,40 @@ fn a_retried_task_has_its_budget_again_and_the_retry_is_on_record() {
 }
 
 #[test]
+fn the_days_between_a_failure_and_its_retry_are_no_stages_time() {
+    let mut world = World::new();
+    world.join("a", 1, 1);
+    let job = world.submit("/out");
+    world.plan(job, vec![stage("recover", 1)]);
+    let elapsed = |world: &World| {
+        let stage = &world.state.job(job).unwrap().stages[0];
+        let (start, end) = (stage.started_at.unwrap(), stage.finished_at);
+        let now = end.unwrap_or(world.clock);
+        (stage.elapsed_ms(now), now - start)
+    };
+    while let Some(work) = world.dispatch().first().copied() {
+        world.fail(work, FailureKind::Crashed);
+    }
+    world.run(Command::PartialRemoved { job }).unwrap();
+    let (before, _) = elapsed(&world);
+    let days = 2 * 24 * 60 * 60 * 1000;
+    world.clock += days;
+    let retry = Command::Retry {
+        job,
+        request_id: None,
+    };
+    world.run(retry).unwrap();
+    let work = world.dispatch()[0];
+    world.complete(work).unwrap();
+    let (took, passed) = elapsed(&world);
+    assert!(
+        passed - took >= days && took >= before && before > 0,
+        "{took} of {passed}"
+    );
+    assert_eq!(world.replayed(), world.state);
+}
+
+#[test]
 fn a_job_whose_output_another_has_taken_since_cannot_be_retried() {
     let mut world = World::new();
     world.join("a", 1, 1);

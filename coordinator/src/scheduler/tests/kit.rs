@@ -24,7 +24,7 @@ pub struct World {
     pub resting: BTreeSet<TaskId>,
     done: BTreeSet<TaskId>,
     budgets: BTreeMap<TaskId, (u32, Failures)>,
-    clock: i64,
+    pub clock: i64,
 }
 
 impl World {

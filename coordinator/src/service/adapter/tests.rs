@@ -174,6 +174,7 @@ fn snapshot(name: &str, output: &TaskOutput) -> StageSnapshot {
         decision: None,
         outputs: Some(vec![write(output).unwrap()]),
         seconds: 1.0,
+        ended_seconds: 1.0,
     }
 }
 

@@ -169,15 +169,13 @@ impl Owner {
             return Vec::new();
         };
         let snapshot = |stage: &Stage| {
-            let milliseconds = match (stage.started_at, stage.finished_at) {
-                (Some(start), Some(end)) => u32::try_from(end.saturating_sub(start)).unwrap_or(0),
-                _ => 0,
-            };
+            let ended = stage.finished_at.unwrap_or(0);
             StageSnapshot {
                 name: stage.name.clone(),
                 decision: stage.decision.clone(),
                 outputs: self.outputs(stage),
-                seconds: f64::from(milliseconds) / 1e3,
+                seconds: seconds(stage.elapsed_ms(ended)),
+                ended_seconds: seconds(ended.saturating_sub(job.started_at.unwrap_or(ended))),
             }
         };
         job.stages.iter().map(snapshot).collect()
@@ -226,4 +224,9 @@ impl Owner {
     fn beside(&self, work: impl FnOnce() -> Request + Send + 'static) {
         self.surroundings.beside.spawn(Box::new(work));
     }
+}
+
+#[allow(clippy::cast_precision_loss)] // far below 2^53
+fn seconds(milliseconds: i64) -> f64 {
+    milliseconds.max(0) as f64 / 1e3
 }
