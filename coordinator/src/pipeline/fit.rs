@@ -3,23 +3,22 @@
 //! Heterogeneous: solve → check. Uniform: grid → rank → check. A check that misses a limit, or shows the
 //! prediction wrong, corrects the cost model by the measured ratio, and the strategy chooses anew. A noisy check
 //! is repeated as it is. An imported cost table is believed: its one check is read, and corrects nothing.
+//! [`standing`] reads the checks; here is what follows from them.
+
+mod standing;
 
 use espalier_arch::Architecture;
 use espalier_proto::task::{Check, Ingested, MeasuredPair, ParentRef, Profiled, Rank, TaskSpec};
 use espalier_search::heterogeneous::{self, Choice, LEAST_MARGIN, Library, Question, choose};
-use espalier_search::running::{roomiest, waits};
+use espalier_search::running::roomiest;
 use espalier_search::solver::Options;
 use espalier_search::uniform::{GridPoint, aim, grid};
-use espalier_search::{AbsoluteLimit, Corrections, CostModel, Metric};
+use espalier_search::{AbsoluteLimit, Corrections, CostModel};
+use standing::Standing;
 
-use super::compare::{corrections, missed, reading};
-use super::context::{Context, block_parameters};
-use super::outcome::Reading;
+use super::context::Context;
 use super::tasks::task;
-use super::{
-    Chosen, Decision, MOST_CORRECTIONS, MOST_MISPREDICTION, MOST_NOISY, Plan, PlanError, PlannedStage,
-    SolverProof, Stage,
-};
+use super::{Chosen, Decision, Plan, PlanError, PlannedStage, SolverProof, Stage};
 use crate::spec::Strategy;
 
 /// Alternations of a check.
@@ -45,23 +44,6 @@ pub(super) struct Fitted<'a> {
     pub(super) accepted: Vec<Accepted<'a>>,
     /// Why there is no baseline, where it could not meet the limits.
     pub(super) notes: Vec<String>,
-}
-
-/// What the checks of one strategy say so far.
-enum Standing<'a> {
-    Accepted(Box<Accepted<'a>>),
-    /// A stage that was planned is still running, or waits for one that is.
-    Waiting,
-    /// Choose, with what was learnt, and check in this round.
-    Choose {
-        corrections: Corrections,
-        round: u32,
-    },
-    /// Measure the same choice again in this round.
-    Repeat {
-        chosen: &'a Chosen,
-        round: u32,
-    },
 }
 
 /// Plans what choosing and checking need next; every strategy's accepted choice once all have one. A baseline
@@ -132,175 +114,6 @@ impl<'a> Fit<'a> {
             plan.stages.push(self.check(chosen, round)?);
         }
         Ok(None)
-    }
-
-    /// The choice by an imported table, whatever its check says; what it says is noted.
-    fn believed(&self, stage: Stage, round: u32, pair: &'a MeasuredPair) -> Result<Accepted<'a>, PlanError> {
-        let chosen = self.chosen(stage)?;
-        let mut notes = chosen.notes.clone();
-        if self.context.too_noisy(pair) {
-            notes.push(format!("{stage} was noisy and says little"));
-        }
-        for (metric, reading) in self.readings(chosen, pair)? {
-            if reading.inside && reading.error.abs() <= MOST_MISPREDICTION {
-                continue;
-            }
-            notes.push(format!(
-                "by the imported cost table {metric} would be {} here, {stage} measured {} where {} is allowed; \
-                 an imported table is not corrected",
-                metric.display(reading.predicted),
-                metric.display(reading.value),
-                metric.display(reading.limit)
-            ));
-        }
-        Ok(Accepted {
-            chosen,
-            pair,
-            round,
-            notes,
-        })
-    }
-
-    /// Goes through the strategy's checks in order.
-    fn standing(&self, strategy: Strategy) -> Result<Standing<'a>, PlanError> {
-        let mut notes = Vec::new();
-        let mut learnt = Corrections::default();
-        let mut misses: Vec<String> = Vec::new();
-        let mut noisy = 0;
-        for round in 1.. {
-            let stage = Stage::Check { strategy, round };
-            if !self.context.results.planned(stage) {
-                return Ok(match self.last_chosen(strategy, round) {
-                    Some(chosen) if noisy > 0 => Standing::Repeat { chosen, round },
-                    _ => Standing::Choose {
-                        corrections: learnt,
-                        round,
-                    },
-                });
-            }
-            let Some(pair) = self.context.measured(stage)? else {
-                return Ok(Standing::Waiting);
-            };
-            if self.context.imported()?.is_some() {
-                return Ok(Standing::Accepted(Box::new(self.believed(stage, round, pair)?)));
-            }
-            let chosen = self.chosen(stage)?;
-            if self.context.too_noisy(pair) {
-                noisy += 1;
-                if noisy >= MOST_NOISY {
-                    return Err(PlanError::TooNoisy {
-                        stage,
-                        drift: pair.drift,
-                        disturbed: pair.disturbed,
-                        measurements: noisy,
-                    });
-                }
-                notes.push(format!("{stage} was noisy and was measured again"));
-                continue;
-            }
-            noisy = 0;
-            let readings = self.readings(chosen, pair)?;
-            let inside = readings.iter().all(|(_, reading)| reading.inside);
-            let predicted = readings
-                .iter()
-                .all(|(_, reading)| reading.error.abs() <= MOST_MISPREDICTION);
-            if inside && (predicted || misses.len() >= MOST_CORRECTIONS) {
-                notes.extend(chosen.notes.iter().cloned());
-                return Ok(Standing::Accepted(Box::new(Accepted {
-                    chosen,
-                    pair,
-                    round,
-                    notes,
-                })));
-            }
-            misses.push(missed(stage, &readings));
-            if misses.len() > MOST_CORRECTIONS {
-                return Err(PlanError::Missed { strategy, misses });
-            }
-            learnt = self.learnt(chosen, pair);
-            let what = if inside {
-                "was predicted wrongly"
-            } else {
-                "missed a limit"
-            };
-            notes.push(format!(
-                "the choice of {stage} {what}; the cost table was corrected and {}",
-                self.choice_after(chosen, strategy, round)
-            ));
-        }
-        Ok(Standing::Waiting)
-    }
-
-    /// The corrections of a choice's prediction that would have met what was measured.
-    fn learnt(&self, chosen: &Chosen, pair: &MeasuredPair) -> Corrections {
-        let concurrency = self.context.workload().concurrency;
-        corrections(
-            chosen.corrections,
-            &self.context.spec.target.limits,
-            pair,
-            &self.profiled.parent,
-            &chosen.prediction,
-            waits(concurrency, chosen.running.unwrap_or(concurrency)),
-        )
-    }
-
-    /// What was chosen after this one, in words.
-    fn choice_after(&self, chosen: &Chosen, strategy: Strategy, round: u32) -> &'static str {
-        let next = Stage::Check {
-            strategy,
-            round: round + 1,
-        };
-        match self.context.results.decision(next) {
-            Some(Decision::Chosen(next))
-                if next.candidate == chosen.candidate && next.running == chosen.running =>
-            {
-                "gave the same choice again"
-            }
-            _ => "a new choice made",
-        }
-    }
-
-    fn last_chosen(&self, strategy: Strategy, round: u32) -> Option<&'a Chosen> {
-        let stage = Stage::Check {
-            strategy,
-            round: round.checked_sub(1)?,
-        };
-        match self.context.results.decision(stage) {
-            Some(Decision::Chosen(chosen)) => Some(chosen),
-            _ => None,
-        }
-    }
-
-    fn chosen(&self, stage: Stage) -> Result<&'a Chosen, PlanError> {
-        match self.context.results.decision(stage) {
-            Some(Decision::Chosen(chosen)) => Ok(chosen),
-            _ => Err(PlanError::Mismatch {
-                stage,
-                reason: "its decision is missing from the results".to_owned(),
-            }),
-        }
-    }
-
-    /// Every limit as a check reads it.
-    fn readings(&self, chosen: &Chosen, pair: &MeasuredPair) -> Result<Vec<(Metric, Reading)>, PlanError> {
-        let candidate = self.architecture().with_candidate(&chosen.candidate)?;
-        let parameters = (
-            block_parameters(self.architecture()),
-            block_parameters(&candidate),
-        );
-        let limits = self.context.spec.target.limits.iter();
-        Ok(limits
-            .filter_map(|limit| {
-                let reading = reading(
-                    &limit,
-                    pair,
-                    parameters,
-                    &self.profiled.parent,
-                    &chosen.prediction,
-                )?;
-                Some((limit.metric, reading))
-            })
-            .collect())
     }
 
     fn model(&self, corrections: Corrections) -> Result<(CostModel, Vec<AbsoluteLimit>), PlanError> {
