@@ -1,14 +1,15 @@
 //! Measurement against limit and prediction.
 //!
 //! A machine is not equally fast at all times, so every measurement alternates with the parent. A share of the
-//! parent is a share of the parent *as measured there*; a prediction is scaled by how much the parent's own
+//! parent is a share of the parent *as measured there*; a prediction is scaled by the [`pace`]: how much the parent's own
 //! figure differs from when it was profiled. An absolute limit stands as it is. Where the parent has no room, or none beside
 //! the candidate, a prediction stands as it is too, and a share is of the parent as profiled, if that could be.
+//!
+//! Predictions, corrections and the limits that choices are fitted to are of the machine as it was when profiled: what is
+//! learnt is free of the pace, and an absolute limit on time is brought there by it.
 
 use espalier_proto::task::MeasuredPair;
-use espalier_search::{
-    Bound, Corrections, Figures, Limit, Limits, Measurement, Metric, Prediction, WholeParent,
-};
+use espalier_search::{Corrections, Figures, Limit, Measurement, Metric, Prediction, WholeParent};
 
 use super::outcome::Reading;
 use super::{MOST_MISPREDICTION, Stage};
@@ -26,11 +27,7 @@ pub(super) fn reading(
     let then = Figures::of_parent(profiled, parent_parameters);
     let now = Figures::of_parent(&pair.parent, parent_parameters);
     let value = Figures::measured(&pair.candidate, candidate_parameters).get(metric)?;
-    let pace = match (now.get(metric), then.get(metric)) {
-        (Some(now), Some(then)) if metric.is_timed() => ratio(now, then),
-        _ => 1.0,
-    };
-    let predicted = prediction.figures.get(metric)? * pace;
+    let predicted = prediction.figures.get(metric)? * pace(metric, pair, profiled);
     let absolute = limit.resolve(&now).or_else(|_| limit.resolve(&then)).ok()?;
     Some(Reading {
         value,
@@ -41,6 +38,15 @@ pub(super) fn reading(
         error: ratio(value, predicted) - 1.0,
         inside: absolute.admits(value),
     })
+}
+
+/// What the parent has of a metric now, of what it had when it was profiled. 1 where nothing is timed, or not both were.
+pub(super) fn pace(metric: Metric, pair: &MeasuredPair, profiled: &WholeParent) -> f64 {
+    let timed = |parent: &WholeParent| Figures::of_parent(parent, 0).get(metric);
+    match (timed(&pair.parent), timed(profiled)) {
+        (Some(now), Some(then)) if metric.is_timed() => ratio(now, then),
+        _ => 1.0,
+    }
 }
 
 /// What a check measured outside of a limit, or far from its prediction, in words.
@@ -59,27 +65,21 @@ pub(super) fn missed(stage: Stage, readings: &[(Metric, Reading)]) -> String {
     format!("{stage}: {}", each.collect::<Vec<_>>().join(", "))
 }
 
-/// What the next prediction has to be multiplied by, so that it would have met this measurement. `waits` is how many
-/// courses of others a request of the candidate's waited for ([`espalier_search::running::waits`]); the parent's waited for
-/// none.
-///
-/// With an absolute limit on time, how fast the machine is now matters too, and stays in the factor.
+/// What the next prediction has to be multiplied by, so that it would have met this measurement, had the machine been as
+/// fast as when it was profiled. `waits` is how many courses of others a request of the candidate's waited for
+/// ([`espalier_search::running::waits`]); the parent's waited for none.
 pub(super) fn corrections(
     before: Corrections,
-    limits: &Limits,
     pair: &MeasuredPair,
     profiled: &WholeParent,
     prediction: &Prediction,
     waits: f64,
 ) -> Corrections {
-    let absolute = limits
-        .iter()
-        .any(|limit| limit.metric.is_timed() && matches!(limit.bound, Bound::Absolute(_)));
     let first = |measurement: &Measurement| measurement.first_token_ms.median;
     let later = |measurement: &Measurement| (measurement.latency_ms.median - first(measurement)).max(0.0);
     let turnover = |measurement: &Measurement| 1.0 / measurement.throughput_tokens_per_second.median;
-    let pace = |part: &dyn Fn(&Measurement) -> f64| match (pair.parent.measured(), profiled.measured()) {
-        (Some(now), Some(then)) if !absolute => ratio(part(now), part(then)),
+    let pace_of = |part: &dyn Fn(&Measurement) -> f64| match (pair.parent.measured(), profiled.measured()) {
+        (Some(now), Some(then)) => ratio(part(now), part(then)),
         _ => 1.0,
     };
     let figures = &prediction.figures;
@@ -89,13 +89,13 @@ pub(super) fn corrections(
     let candidate = &pair.candidate;
     let own = |first: f64, later: f64| (first - waits * later) / (waits + 1.0);
     let first_own = own(first(candidate), later(candidate));
-    let predicted_own = own(predicted_first, predicted_later) * pace(&first);
+    let predicted_own = own(predicted_first, predicted_later) * pace_of(&first);
     #[allow(clippy::cast_precision_loss)] // bytes are far below 2^53
     let memory = candidate.memory_bytes as f64;
     Corrections {
         first_token: before.first_token * ratio(first_own, predicted_own),
-        decode: before.decode * ratio(later(candidate), predicted_later * pace(&later)),
-        turnover: before.turnover * ratio(turnover(candidate), predicted_turnover * pace(&turnover)),
+        decode: before.decode * ratio(later(candidate), predicted_later * pace_of(&later)),
+        turnover: before.turnover * ratio(turnover(candidate), predicted_turnover * pace_of(&turnover)),
         memory_bytes: before.memory_bytes + memory - figures.memory_bytes.unwrap_or(memory),
     }
 }

@@ -9,13 +9,14 @@ mod standing;
 
 use espalier_arch::Architecture;
 use espalier_proto::task::{Check, Ingested, MeasuredPair, ParentRef, Profiled, Rank, TaskSpec};
-use espalier_search::heterogeneous::{self, Choice, LEAST_MARGIN, Library, Question, choose};
+use espalier_search::heterogeneous::{self, Choice, Impossible, LEAST_MARGIN, Library, Question, choose};
 use espalier_search::running::roomiest;
 use espalier_search::solver::Options;
 use espalier_search::uniform::{GridPoint, aim, grid};
-use espalier_search::{AbsoluteLimit, Corrections, CostModel};
-use standing::Standing;
+use espalier_search::{AbsoluteLimit, Bound, Corrections, CostModel, Metric};
+use standing::{Learnt, Standing};
 
+use super::compare::pace;
 use super::context::Context;
 use super::tasks::task;
 use super::{Chosen, Decision, Plan, PlanError, PlannedStage, SolverProof, Stage};
@@ -105,9 +106,9 @@ impl<'a> Fit<'a> {
             Standing::Accepted(choice) => return Ok(Some(*choice)),
             Standing::Waiting => return Ok(None),
             Standing::Repeat { chosen, round } => (Some(chosen.clone()), round),
-            Standing::Choose { corrections, round } => match strategy {
-                Strategy::Heterogeneous => (self.solve(corrections)?, round),
-                Strategy::Uniform => (self.uniform(corrections, parent, plan)?, round),
+            Standing::Choose { learnt, round } => match strategy {
+                Strategy::Heterogeneous => (self.solve(learnt)?, round),
+                Strategy::Uniform => (self.uniform(learnt, parent, plan)?, round),
             },
         };
         if let Some(chosen) = chosen {
@@ -116,19 +117,45 @@ impl<'a> Fit<'a> {
         Ok(None)
     }
 
-    fn model(&self, corrections: Corrections) -> Result<(CostModel, Vec<AbsoluteLimit>), PlanError> {
+    /// Prices and limits, on the machine as it was when profiled. An absolute limit on time is for the machine as it is
+    /// now, so it is brought there by the pace.
+    fn model(&self, learnt: Learnt<'_>) -> Result<(CostModel, Vec<AbsoluteLimit>), PlanError> {
         let model = self
             .context
-            .cost_model(self.architecture(), self.profiled, corrections)?;
-        Ok((model, self.context.limits(self.architecture(), self.profiled)?))
+            .cost_model(self.architecture(), self.profiled, learnt.corrections)?;
+        let mut limits = self.context.limits(self.architecture(), self.profiled)?;
+        for (limit, asked) in limits.iter_mut().zip(self.context.spec.target.limits.iter()) {
+            if matches!(asked.bound, Bound::Absolute(_)) {
+                limit.value /= self.pace(limit.metric, learnt);
+            }
+        }
+        Ok((model, limits))
+    }
+
+    /// The machine's, by the last check; 1 before the first.
+    fn pace(&self, metric: Metric, learnt: Learnt<'_>) -> f64 {
+        learnt
+            .beside
+            .map_or(1.0, |pair| pace(metric, pair, &self.profiled.parent))
+    }
+
+    /// What can be reached, on the machine as it is now.
+    fn now(&self, mut impossible: Impossible, learnt: Learnt<'_>) -> Impossible {
+        for reach in &mut impossible.limits {
+            let pace = self.pace(reach.limit.metric, learnt);
+            for value in [&mut reach.limit.value, &mut reach.alone, &mut reach.together] {
+                *value *= pace;
+            }
+        }
+        impossible
     }
 
     /// The heterogeneous choice, once scores are there.
-    fn solve(&self, corrections: Corrections) -> Result<Option<Chosen>, PlanError> {
+    fn solve(&self, learnt: Learnt<'_>) -> Result<Option<Chosen>, PlanError> {
         let Some(scores) = self.context.scores()? else {
             return Ok(None);
         };
-        let (mut model, limits) = self.model(corrections)?;
+        let (mut model, limits) = self.model(learnt)?;
         let variants = self.context.space().all_variants(self.architecture())?;
         let question = Question {
             parent: self.architecture(),
@@ -141,7 +168,7 @@ impl<'a> Fit<'a> {
         let choices = match choose(&question, &mut model, &Options::default())? {
             heterogeneous::Fitted::Found(choices) => choices,
             heterogeneous::Fitted::Impossible(impossible) => {
-                return Err(PlanError::Impossible(Box::new(impossible)));
+                return Err(PlanError::Impossible(Box::new(self.now(impossible, learnt))));
             }
         };
         let front = match limits.first() {
@@ -157,7 +184,7 @@ impl<'a> Fit<'a> {
         };
         Ok(choices.into_iter().next().map(|choice| {
             let running = self.fewer(choice.running);
-            chosen_of(choice, limits, corrections, front, running)
+            chosen_of(choice, limits, learnt.corrections, front, running)
         }))
     }
 
@@ -169,14 +196,14 @@ impl<'a> Fit<'a> {
     /// The uniform choice, once depth order and ranks are there; plans a ranking where one is needed.
     fn uniform(
         &self,
-        corrections: Corrections,
+        learnt: Learnt<'_>,
         parent: &ParentRef,
         plan: &mut Plan,
     ) -> Result<Option<Chosen>, PlanError> {
         let Some(order) = self.context.depth_order()? else {
             return Ok(None);
         };
-        let (mut model, limits) = self.model(corrections)?;
+        let (mut model, limits) = self.model(learnt)?;
         let mut round = 1;
         while self.context.results.planned(Stage::Rank { round }) {
             let Some(divergences) = self.context.ranked(round)? else {
@@ -194,7 +221,8 @@ impl<'a> Fit<'a> {
                     reason,
                 });
             }
-            if let Some(chosen) = self.best_ranked(points, divergences, &mut model, &limits, corrections)? {
+            let best = self.best_ranked(points, divergences, &mut model, &limits, learnt.corrections)?;
+            if let Some(chosen) = best {
                 return Ok(Some(chosen));
             }
             round += 1;

@@ -123,7 +123,7 @@ pub struct LimitReport {
     pub metric: Metric,
     /// As asked.
     pub asked: Bound,
-    /// In the metric's unit, against the parent as profiled.
+    /// In the metric's unit, as the choice was fitted to it: on the machine as it was when profiled.
     pub limit: f64,
     /// The parent's own, as profiled; none where the device had no room for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]

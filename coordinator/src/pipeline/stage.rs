@@ -235,7 +235,7 @@ pub struct Chosen {
     pub candidate: Candidate,
     /// What it will cost, on the machine as it was when profiled.
     pub prediction: Prediction,
-    /// The limits it was fitted to, absolute.
+    /// The limits it was fitted to, on the machine as it was when profiled.
     pub limits: Vec<AbsoluteLimit>,
     /// Share of each timed limit left to spare.
     pub margin: f64,
@@ -245,7 +245,7 @@ pub struct Chosen {
     /// What the reader should know of it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
-    /// What earlier checks taught.
+    /// What earlier checks taught, whatever the machine's pace was.
     pub corrections: Corrections,
     /// Heterogeneous: the solver's objective and its proof.
     pub solved: Option<SolverProof>,

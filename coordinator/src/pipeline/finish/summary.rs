@@ -155,10 +155,15 @@ impl Tail<'_> {
             let (Some(checked), Some(verified)) = (read(winner.pair), read(verified)) else {
                 continue;
             };
+            let fitted = winner.chosen.limits.iter().find(|fitted| fitted.metric == metric);
+            let fitted = match fitted {
+                Some(fitted) => *fitted,
+                None => limit.resolve(&parent)?,
+            };
             reports.push(LimitReport {
                 metric,
                 asked: limit.bound,
-                limit: limit.resolve(&parent)?.value,
+                limit: fitted.value,
                 parent: parent.get(metric),
                 predicted: prediction.figures.get(metric).unwrap_or(verified.predicted),
                 predicted_error: prediction.errors.get(metric).unwrap_or(0.0),

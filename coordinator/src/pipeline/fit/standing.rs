@@ -18,7 +18,7 @@ pub(super) enum Standing<'a> {
     Waiting,
     /// Choose, with what was learnt, and check in this round.
     Choose {
-        corrections: Corrections,
+        learnt: Learnt<'a>,
         round: u32,
     },
     /// Measure the same choice again in this round.
@@ -26,6 +26,15 @@ pub(super) enum Standing<'a> {
         chosen: &'a Chosen,
         round: u32,
     },
+}
+
+/// What a check that missed has taught; nothing before the first.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Learnt<'a> {
+    /// Of the cost model, whatever the machine's pace is.
+    pub(super) corrections: Corrections,
+    /// The check, which tells that pace.
+    pub(super) beside: Option<&'a MeasuredPair>,
 }
 
 impl<'a> Fit<'a> {
@@ -59,7 +68,7 @@ impl<'a> Fit<'a> {
     /// Goes through the strategy's checks in order.
     pub(super) fn standing(&self, strategy: Strategy) -> Result<Standing<'a>, PlanError> {
         let mut notes = Vec::new();
-        let mut learnt = Corrections::default();
+        let mut learnt = Learnt::default();
         let mut misses: Vec<String> = Vec::new();
         let mut noisy = 0;
         for round in 1.. {
@@ -67,10 +76,7 @@ impl<'a> Fit<'a> {
             if !self.context.results.planned(stage) {
                 return Ok(match self.last_chosen(strategy, round) {
                     Some(chosen) if noisy > 0 => Standing::Repeat { chosen, round },
-                    _ => Standing::Choose {
-                        corrections: learnt,
-                        round,
-                    },
+                    _ => Standing::Choose { learnt, round },
                 });
             }
             let Some(pair) = self.context.measured(stage)? else {
@@ -127,16 +133,19 @@ impl<'a> Fit<'a> {
     }
 
     /// The corrections of a choice's prediction that would have met what was measured.
-    fn learnt(&self, chosen: &Chosen, pair: &MeasuredPair) -> Corrections {
+    fn learnt(&self, chosen: &Chosen, pair: &'a MeasuredPair) -> Learnt<'a> {
         let concurrency = self.context.workload().concurrency;
-        corrections(
+        let corrections = corrections(
             chosen.corrections,
-            &self.context.spec.target.limits,
             pair,
             &self.profiled.parent,
             &chosen.prediction,
             waits(concurrency, chosen.running.unwrap_or(concurrency)),
-        )
+        );
+        Learnt {
+            corrections,
+            beside: Some(pair),
+        }
     }
 
     /// What was chosen after this one, in words.

@@ -109,15 +109,77 @@ fn a_slower_machine_moves_a_share_with_the_parent_but_not_an_absolute_limit() {
     let outcome = world.run(&spec(r#"{"latency": "75%"}"#, BOTH)).unwrap();
     assert_eq!(world.rounds(Strategy::Heterogeneous), 1);
     assert!(outcome.limits[0].verified.error.abs() < 1e-9);
-    let whole = measurement(&parent(), 1.0).latency_ms.median;
-    let limit = format!(r#"{{"latency": "{}ms"}}"#, whole * 0.9);
+    let whole = measurement(&parent(), 1.0);
+    let latency = whole.latency_ms.median * 0.9;
+    let throughput = whole.throughput_tokens_per_second.median / 0.9;
+    for (limit, when_profiled) in [
+        (format!(r#"{{"latency": "{latency}ms"}}"#), latency / 1.15),
+        (format!(r#"{{"throughput": "{throughput}"}}"#), throughput * 1.15),
+    ] {
+        let mut world = World {
+            pace: 1.15,
+            ..World::default()
+        };
+        let outcome = world.run(&spec(&limit, BOTH)).unwrap();
+        for strategy in [Strategy::Heterogeneous, Strategy::Uniform] {
+            assert_eq!(world.rounds(strategy), 2, "{limit}: {:?}", outcome.notes);
+        }
+        let [reported] = &outcome.limits[..] else {
+            panic!("{:?}", outcome.limits)
+        };
+        assert!(reported.verified.inside);
+        for reading in [&reported.checked, &reported.verified] {
+            assert!(reading.error.abs() < 1e-9, "the pace counts once: {reading:?}");
+        }
+        assert!(
+            (reported.limit / when_profiled - 1.0).abs() < 1e-9,
+            "{reported:?}"
+        );
+    }
+}
+
+#[test]
+fn a_share_is_kept_as_it_is_beside_an_absolute_limit_on_a_slower_machine() {
+    let chosen = |limits: &str| {
+        let mut world = World {
+            bias: 1.12,
+            pace: 1.15,
+            ..World::default()
+        };
+        let outcome = world.run(&spec(limits, BOTH)).unwrap();
+        assert_eq!(world.rounds(Strategy::Heterogeneous), 2, "{:?}", outcome.notes);
+        let share = &outcome.limits.last().unwrap().checked;
+        assert!(share.error.abs() < 1e-9, "{share:?}");
+        let each = outcome.strategies.iter();
+        each.map(|strategy| strategy.candidate.clone())
+            .collect::<Vec<_>>()
+    };
+    let alone = chosen(r#"{"first_token": "75%"}"#);
+    assert_eq!(chosen(r#"{"latency": "1min", "first_token": "75%"}"#), alone);
+}
+
+#[test]
+fn what_can_be_reached_is_said_of_the_machine_as_it_is_now() {
+    // The check shows everything twice as slow as the table says, and the machine at half its pace.
     let mut world = World {
-        pace: 1.15,
+        bias: 2.0,
+        pace: 2.0,
         ..World::default()
     };
-    let outcome = world.run(&spec(&limit, BOTH)).unwrap();
-    assert!(world.rounds(Strategy::Heterogeneous) > 1);
-    assert!(outcome.limits[0].verified.value <= whole * 0.9);
+    let base = 9.0 * 4.0;
+    let limit = base * 3.0;
+    let error = world
+        .run(&spec(
+            &format!(r#"{{"latency": "{limit}ms"}}"#),
+            r#"["heterogeneous"]"#,
+        ))
+        .unwrap_err()
+        .to_string();
+    let said = format!(
+        "latency at most {limit:.1} ms; the best that can be reached is {:.1} ms",
+        base * 4.0
+    );
+    assert!(error.contains(&said), "{error}");
 }
 
 #[test]
