@@ -20,7 +20,7 @@ pub enum PlanError {
          smaller search.kv_groups, or leave uniform out of search.strategies"
     )]
     NoUniform,
-    /// Every choice that was checked missed a limit or its prediction, the last one a limit.
+    /// Every choice that was checked missed a limit or its prediction.
     #[error(
         "none of {} checks of the {strategy} choice was inside the limits and as predicted ({}); loosen the limit or use a \
          quieter machine",

@@ -1,7 +1,8 @@
 //! Choosing and checking, for each strategy until its choice is measured inside the limits.
 //!
 //! Heterogeneous: solve → check. Uniform: grid → rank → check. A check that misses a limit, or shows the
-//! prediction wrong, corrects the cost model by the measured ratio, and the strategy chooses anew. A noisy check
+//! prediction wrong, corrects the cost model by the measured ratio, and the strategy chooses anew; where that leads to
+//! nothing, the last choice stands that was measured inside the limits, however wrongly it was predicted. A noisy check
 //! is repeated as it is. An imported cost table is believed: its one check is read, and corrects nothing.
 //! [`standing`] reads the checks; here is what follows from them.
 
@@ -33,7 +34,7 @@ const FRONT_POINTS: usize = 15;
 pub(super) struct Accepted<'a> {
     pub(super) chosen: &'a Chosen,
     pub(super) pair: &'a MeasuredPair,
-    /// The check that accepted it.
+    /// Checks that there were.
     pub(super) round: u32,
     /// What the reader should know.
     pub(super) notes: Vec<String>,
@@ -106,10 +107,23 @@ impl<'a> Fit<'a> {
             Standing::Accepted(choice) => return Ok(Some(*choice)),
             Standing::Waiting => return Ok(None),
             Standing::Repeat { chosen, round } => (Some(chosen.clone()), round),
-            Standing::Choose { learnt, round } => match strategy {
-                Strategy::Heterogeneous => (self.solve(learnt)?, round),
-                Strategy::Uniform => (self.uniform(learnt, parent, plan)?, round),
-            },
+            Standing::Choose {
+                learnt,
+                round,
+                last,
+                notes,
+            } => {
+                let chosen = match strategy {
+                    Strategy::Heterogeneous => self.solve(learnt),
+                    Strategy::Uniform => self.uniform(learnt, parent, plan),
+                };
+                match (chosen, last) {
+                    (Err(reason @ (PlanError::Impossible(_) | PlanError::NoUniform)), Some(last)) => {
+                        return Ok(Some(last.stands(round - 1, notes, &reason)));
+                    }
+                    (chosen, _) => (chosen?, round),
+                }
+            }
         };
         if let Some(chosen) = chosen {
             plan.stages.push(self.check(chosen, round)?);

@@ -20,6 +20,9 @@ pub(super) enum Standing<'a> {
     Choose {
         learnt: Learnt<'a>,
         round: u32,
+        /// What stands where there is no other choice.
+        last: Option<Last<'a>>,
+        notes: Vec<String>,
     },
     /// Measure the same choice again in this round.
     Repeat {
@@ -35,6 +38,31 @@ pub(super) struct Learnt<'a> {
     pub(super) corrections: Corrections,
     /// The check, which tells that pace.
     pub(super) beside: Option<&'a MeasuredPair>,
+}
+
+/// The last choice that a quiet check measured inside the limits, though not as predicted.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Last<'a> {
+    stage: Stage,
+    chosen: &'a Chosen,
+    pair: &'a MeasuredPair,
+}
+
+impl<'a> Last<'a> {
+    /// Lets it stand after `round` checks, because of `reason` there is no other.
+    pub(super) fn stands(self, round: u32, mut notes: Vec<String>, reason: &PlanError) -> Accepted<'a> {
+        notes.push(format!(
+            "the choice of {} stands, which was inside the limits though not as predicted: {reason}",
+            self.stage
+        ));
+        notes.extend(self.chosen.notes.iter().cloned());
+        Accepted {
+            chosen: self.chosen,
+            pair: self.pair,
+            round,
+            notes,
+        }
+    }
 }
 
 impl<'a> Fit<'a> {
@@ -70,13 +98,23 @@ impl<'a> Fit<'a> {
         let mut notes = Vec::new();
         let mut learnt = Learnt::default();
         let mut misses: Vec<String> = Vec::new();
+        let mut last: Option<Last<'a>> = None;
         let mut noisy = 0;
+        let ended = |last: Option<Last<'a>>, round, notes, reason| match last {
+            Some(last) => Ok(Standing::Accepted(Box::new(last.stands(round, notes, &reason)))),
+            None => Err(reason),
+        };
         for round in 1.. {
             let stage = Stage::Check { strategy, round };
             if !self.context.results.planned(stage) {
                 return Ok(match self.last_chosen(strategy, round) {
                     Some(chosen) if noisy > 0 => Standing::Repeat { chosen, round },
-                    _ => Standing::Choose { learnt, round },
+                    _ => Standing::Choose {
+                        learnt,
+                        round,
+                        last,
+                        notes,
+                    },
                 });
             }
             let Some(pair) = self.context.measured(stage)? else {
@@ -89,12 +127,13 @@ impl<'a> Fit<'a> {
             if self.context.too_noisy(pair) {
                 noisy += 1;
                 if noisy >= MOST_NOISY {
-                    return Err(PlanError::TooNoisy {
+                    let reason = PlanError::TooNoisy {
                         stage,
                         drift: pair.drift,
                         disturbed: pair.disturbed,
                         measurements: noisy,
-                    });
+                    };
+                    return ended(last, round, notes, reason);
                 }
                 notes.push(format!("{stage} was noisy and was measured again"));
                 continue;
@@ -115,8 +154,11 @@ impl<'a> Fit<'a> {
                 })));
             }
             misses.push(missed(stage, &readings));
+            if inside {
+                last = Some(Last { stage, chosen, pair });
+            }
             if misses.len() > MOST_CORRECTIONS {
-                return Err(PlanError::Missed { strategy, misses });
+                return ended(last, round, notes, PlanError::Missed { strategy, misses });
             }
             learnt = self.learnt(chosen, pair);
             let what = if inside {
@@ -125,7 +167,7 @@ impl<'a> Fit<'a> {
                 "missed a limit"
             };
             notes.push(format!(
-                "the choice of {stage} {what}; the cost table was corrected and {}",
+                "the choice of {stage} {what}; the cost table was corrected{}",
                 self.choice_after(chosen, strategy, round)
             ));
         }
@@ -148,7 +190,7 @@ impl<'a> Fit<'a> {
         }
     }
 
-    /// What was chosen after this one, in words.
+    /// What was chosen after this one, in words; empty where nothing was.
     fn choice_after(&self, chosen: &Chosen, strategy: Strategy, round: u32) -> &'static str {
         let next = Stage::Check {
             strategy,
@@ -158,9 +200,10 @@ impl<'a> Fit<'a> {
             Some(Decision::Chosen(next))
                 if next.candidate == chosen.candidate && next.running == chosen.running =>
             {
-                "gave the same choice again"
+                " and gave the same choice again"
             }
-            _ => "a new choice made",
+            Some(_) => " and a new choice made",
+            None => "",
         }
     }
 

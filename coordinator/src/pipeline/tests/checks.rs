@@ -31,6 +31,38 @@ fn a_missed_limit_corrects_the_costs_and_chooses_anew() {
 }
 
 #[test]
+fn a_choice_that_was_inside_stands_where_corrections_lead_to_nothing() {
+    let job = spec(r#"{"latency": "75%"}"#, r#"["heterogeneous"]"#);
+    let first = World::default().run(&job).unwrap().strategies[0]
+        .candidate
+        .clone();
+    // The first is faster than predicted by more than is believed; then each is slower again, or so slow that nothing is
+    // left, or nobody can tell.
+    for (check_biases, drifts, rounds, reason) in [
+        (vec![0.85, 1.1, 1.4, 1.8], vec![0.0], 4, "none of 4 checks"),
+        (vec![0.85, 10.0], vec![0.0], 2, "no model of the search space"),
+        (vec![0.85], vec![0.0, 0.2, 0.2, 0.2, 0.0], 4, "too noisy"),
+    ] {
+        let mut world = World {
+            check_biases,
+            drifts,
+            bias: 0.85,
+            ..World::default()
+        };
+        let outcome = world.run(&job).unwrap();
+        let chosen = &outcome.strategies[0];
+        assert_eq!((&chosen.candidate, chosen.rounds), (&first, rounds), "{reason}");
+        assert_eq!(world.rounds(Strategy::Heterogeneous), rounds as usize);
+        let latency = &outcome.limits[0];
+        assert!(latency.checked.inside && latency.verified.inside, "{latency:?}");
+        assert!((latency.checked.error + 0.15).abs() < 1e-9, "{latency:?}");
+        let stands = |note: &&String| note.contains("the choice of check-heterogeneous-1 stands");
+        let note = outcome.notes.iter().find(stands).unwrap();
+        assert!(note.contains(reason), "{note}");
+    }
+}
+
+#[test]
 fn an_export_outside_a_limit_is_measured_again() {
     let mut world = World {
         verify_biases: vec![1.1],

@@ -61,6 +61,8 @@ pub(super) fn spec(limits: &str, strategies: &str) -> JobSpec {
 
 /// A worker that measures what a true cost model says, times a pace, and answers everything else plausibly.
 pub(super) struct World {
+    /// How much slower candidates run than the table says, a check each; then, and once exported, by `bias`.
+    pub(super) check_biases: Vec<f64>,
     /// How much slower candidates run than the table says.
     pub(super) bias: f64,
     /// How much slower exported models run than checked ones, a verification each; then as checked.
@@ -83,6 +85,7 @@ pub(super) struct World {
 impl Default for World {
     fn default() -> Self {
         Self {
+            check_biases: Vec::new(),
             bias: 1.0,
             verify_biases: Vec::new(),
             drifts: vec![0.0],
@@ -257,7 +260,14 @@ impl World {
                     .map(|index| 1.0 + index as f64)
                     .collect(),
             },
-            TaskSpec::Check(check) => self.pair(&check.architecture, 1.0),
+            TaskSpec::Check(check) => {
+                let slower = if self.check_biases.is_empty() {
+                    1.0
+                } else {
+                    self.check_biases.remove(0) / self.bias
+                };
+                self.pair(&check.architecture, slower)
+            }
             TaskSpec::Recover(recover) => TaskOutput::Recover(Recovered {
                 weights: ArtifactId("w".to_owned()),
                 losses: vec![2.0, 1.0],
