@@ -92,7 +92,12 @@ fn apply_to_job(state: &mut State, event: &Event) {
         Event::JobSubmitted { .. } => job::submitted(state, event),
         Event::JobPaused { job, reason, at } => job::paused(state, *job, reason, *at),
         Event::JobResumed { job, .. } => job::resumed(state, *job),
-        Event::JobRetried { job, request_id, at } => job::retried(state, *job, request_id.as_ref(), *at),
+        Event::JobRetried {
+            job,
+            request_id,
+            anew,
+            at,
+        } => job::retried(state, *job, request_id.as_ref(), anew, *at),
         Event::StagesPlanned {
             job,
             revision,

@@ -78,10 +78,12 @@ pub enum Event {
     /// A paused job goes on.
     JobResumed { job: JobId, at: i64 },
     /// A failed job goes on: what is done stays done, budgets begin again, and stages that wrote to its
-    /// output are forgotten, to be planned anew.
+    /// output are forgotten, to be planned anew, and so are those named in `anew`.
     JobRetried {
         job: JobId,
         request_id: Option<String>,
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        anew: Vec<String>,
         at: i64,
     },
     /// Stages became ready, after the planner had seen `revision` results.

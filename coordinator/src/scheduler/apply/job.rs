@@ -226,9 +226,9 @@ pub fn partial_removed(state: &mut State, job: JobId) {
     }
 }
 
-/// Lets a failed job go on: what it made in its output is gone and is planned anew, what failed waits
-/// again with its counters at zero, and the planner is asked.
-pub fn retried(state: &mut State, id: JobId, request_id: Option<&String>, at: i64) {
+/// Lets a failed job go on: what it made in its output is gone and is planned `anew`, as are stages named there, what
+/// failed waits again with its counters at zero, and the planner is asked.
+pub fn retried(state: &mut State, id: JobId, request_id: Option<&String>, anew: &[String], at: i64) {
     let Some(job) = state.jobs.get_mut(&id) else {
         return;
     };
@@ -248,25 +248,26 @@ pub fn retried(state: &mut State, id: JobId, request_id: Option<&String>, at: i6
         at,
     });
     let gone = job.stages.iter().position(|stage| stage.in_output);
-    let forgotten = gone.map(|first| job.stages.split_off(first)).unwrap_or_default();
+    let mut forgotten = gone.map(|first| job.stages.split_off(first)).unwrap_or_default();
+    forgotten.extend(job.stages.extract_if(.., |stage| anew.contains(&stage.name)));
     for stage in &mut job.stages {
         if stage.started_at.is_some() && stage.finished_at.is_none() {
             stage.rested_ms += (at - failed_at).max(0);
         }
     }
-    let kept: Vec<TaskId> = job
-        .stages
-        .iter()
-        .flat_map(|stage| &stage.tasks)
-        .copied()
+    let stages = job.stages.iter().enumerate();
+    let kept: Vec<(usize, TaskId)> = stages
+        .flat_map(|(index, stage)| stage.tasks.iter().map(move |task| (index, *task)))
         .collect();
     for task in forgotten.iter().flat_map(|stage| &stage.tasks) {
         forget_task(state, *task);
     }
-    for id in kept {
+    for (stage, id) in kept {
         let Some(task) = state.task_mut(id) else {
             continue;
         };
+        // Fewer may stand before it now.
+        task.stage = stage;
         if !matches!(task.phase, TaskPhase::Failed | TaskPhase::Abandoned) {
             continue;
         }

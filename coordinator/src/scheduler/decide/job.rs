@@ -6,12 +6,15 @@ use espalier_proto::PAYLOAD_LIMIT_BYTES;
 
 use super::Decision;
 use crate::scheduler::{
-    Command, Ended, Event, Job, JobId, JobPhase, Now, Payload, Rejection, StagePlan, StageRecord, State,
-    TaskId, TaskPlan, TaskRecord,
+    Command, Ended, Event, Job, JobId, JobPhase, Now, Payload, Rejection, Stage, StagePlan, StageRecord,
+    State, TaskId, TaskPhase, TaskPlan, TaskRecord,
 };
 
 /// How far a priority may be from 0.
 const PRIORITY_LIMIT: i32 = 100;
+/// The executor of stages that measure whether a job may go on as planned, and those of the first stages after them.
+const CHECK: &str = "check";
+const AFTER_CHECKS: [&str; 2] = ["recover", "evaluate"];
 
 pub fn decide(state: &State, command: Command, now: Now) -> Decision {
     let at = now.unix_ms;
@@ -194,8 +197,28 @@ fn retry(state: &State, job: JobId, request_id: Option<String>, now: Now) -> Dec
         });
     }
     output_is_free(state, &known.output)?;
-    let at = now.unix_ms;
-    Ok(vec![Event::JobRetried { job, request_id, at }])
+    Ok(vec![Event::JobRetried {
+        job,
+        request_id,
+        anew: doubtful_checks(state, known),
+        at: now.unix_ms,
+    }])
+}
+
+/// The checks of a job that its planner gave up for what they measured: it would for ever, and measured again they may say
+/// otherwise. None of a job that had gone on by them, or that a task ended: it goes on from there.
+fn doubtful_checks(state: &State, job: &Job) -> Vec<String> {
+    let went_on = |stage: &Stage| AFTER_CHECKS.contains(&stage.kind.as_str());
+    let mut tasks = job.stages.iter().flat_map(|stage| &stage.tasks);
+    let has_failed = |id: &TaskId| {
+        let task = state.task(*id);
+        task.is_some_and(|task| matches!(task.phase, TaskPhase::Failed))
+    };
+    if job.stages.iter().any(went_on) || tasks.any(has_failed) {
+        return Vec::new();
+    }
+    let checks = job.stages.iter().filter(|stage| stage.kind == *CHECK);
+    checks.map(|stage| stage.name.clone()).collect()
 }
 
 fn planned(state: &State, job: JobId, revision: u64, stages: &[StagePlan], now: Now) -> Decision {

@@ -30,6 +30,13 @@ pub fn task(state: &State, task: &Task) -> Result<(), String> {
     let Some(job) = state.job(task.job) else {
         return Err(format!("task {} has no job", task.id));
     };
+    if job
+        .stages
+        .get(task.stage)
+        .is_none_or(|stage| stage.kind != task.kind)
+    {
+        return Err(format!("task {} is of no stage of its kind", task.id));
+    }
     in_line(state, task)?;
     let open = matches!(
         task.phase,

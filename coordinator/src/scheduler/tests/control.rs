@@ -1,6 +1,6 @@
 use espalier_proto::task::FailureKind;
 
-use super::kit::{World, introduction, stage, submission};
+use super::kit::{World, check_of, introduction, stage, submission};
 use crate::scheduler::{
     Command, Effect, Ended, Epoch, JobId, JobPhase, Rejection, Standing, TaskPhase, WorkerId,
 };
@@ -89,22 +89,83 @@ fn a_retried_job_keeps_what_is_done_and_plans_anew_what_lay_in_its_output() {
     };
     world.run(retry.clone()).unwrap();
     assert!(world.effects.contains(&Effect::Plan { job }));
-    let stages: Vec<&str> = world
-        .state
-        .job(job)
-        .unwrap()
-        .stages
-        .iter()
-        .map(|stage| stage.name.as_str())
-        .collect();
     assert_eq!(
-        stages,
+        world.stages(job),
         ["score"],
         "the export and what came after are planned anew"
     );
     assert!(world.dispatch().is_empty(), "what is done does not run again");
     assert_eq!(world.run(retry), Ok(Vec::new()), "a retry sent twice is one");
     assert_eq!(world.replayed(), world.state);
+}
+
+#[test]
+fn a_job_given_up_for_what_its_checks_measured_checks_anew_when_retried() {
+    let mut world = World::new();
+    world.join("a", 1, 1);
+    let job = world.submit("/out");
+    let retry = Command::Retry {
+        job,
+        request_id: None,
+    };
+    for round in 1..3 {
+        for planned in [
+            stage(&format!("score-{round}"), 1),
+            check_of("check-uniform-1"),
+            stage(&format!("rank-{round}"), 1),
+            check_of("check-uniform-2"),
+        ] {
+            world.passes(job, planned);
+        }
+        // The other strategy's is under way.
+        world.plan(job, vec![stage(&format!("order-{round}"), 1)]);
+        world.give_up(job);
+        world.run(retry.clone()).unwrap();
+        let under_way = world.dispatch()[0];
+        let task = world.task_of(under_way);
+        assert_eq!(*task.kind, *format!("order-{round}"));
+        let stages = &world.state.job(job).unwrap().stages;
+        assert_eq!(stages[task.stage].tasks, [task.id], "it is known by its place");
+        world.complete(under_way).unwrap();
+        assert_eq!(world.replayed(), world.state);
+    }
+    let kept = ["score-1", "rank-1", "order-1", "score-2", "rank-2", "order-2"];
+    assert_eq!(world.stages(job), kept, "what was done besides stays done");
+}
+
+#[test]
+fn checks_that_a_job_went_on_by_or_in_which_a_task_failed_stay_when_it_is_retried() {
+    let mut world = World::new();
+    world.join("a", 1, 1);
+    let job = world.submit("/out");
+    let retry = Command::Retry {
+        job,
+        request_id: None,
+    };
+    world.passes(job, check_of("check-uniform-1"));
+    world.plan(job, vec![check_of("check-uniform-2")]);
+    let mut failed = None;
+    while let Some(work) = world.dispatch().first().copied() {
+        failed = Some(world.task_of(work).id);
+        world.fail(work, FailureKind::Crashed);
+    }
+    world.run(Command::PartialRemoved { job }).unwrap();
+    world.run(retry.clone()).unwrap();
+    assert_eq!(world.stages(job), ["check-uniform-1", "check-uniform-2"]);
+    let work = world.dispatch()[0];
+    assert_eq!(
+        Some(world.task_of(work).id),
+        failed,
+        "it goes on from where it failed"
+    );
+    world.complete(work).unwrap();
+    world.passes(job, stage("recover", 1));
+    world.give_up(job);
+    world.run(retry).unwrap();
+    assert_eq!(
+        world.stages(job),
+        ["check-uniform-1", "check-uniform-2", "recover"]
+    );
 }
 
 #[test]

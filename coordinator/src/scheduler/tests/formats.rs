@@ -45,6 +45,24 @@ fn a_journal_of_the_first_build_still_reads() {
 }
 
 #[test]
+fn a_retry_of_a_build_before_keeps_the_checks_that_it_kept() {
+    let mut state = State::default();
+    for event in [
+        r#"{"event":"job_submitted","job":1,"request_id":null,"spec":"{}","parent":"p","output":"/out",
+            "device_kind":"cpu","at":1}"#,
+        r#"{"event":"stages_planned","job":1,"revision":1,"stages":[{"name":"check-uniform-1","kind":"check",
+            "decision":null,"note":"","tasks":[{"id":1,"name":"one","payload":"{}","exclusive":true}]}]}"#,
+        r#"{"event":"job_failed","job":1,"message":"too noisy","at":2}"#,
+        r#"{"event":"job_retried","job":1,"request_id":null,"at":3}"#,
+    ] {
+        apply(&mut state, &serde_json::from_str::<Event>(event).unwrap());
+        check(&state).unwrap();
+    }
+    assert_eq!(state.job(JobId(1)).unwrap().stages.len(), 1);
+    assert_eq!(state.tasks().count(), 1);
+}
+
+#[test]
 fn a_snapshot_without_what_was_added_since_still_reads() {
     let state: State = serde_json::from_str(r#"{"term":3}"#).unwrap();
     assert_eq!(state.term().0, 3);

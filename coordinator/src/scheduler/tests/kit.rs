@@ -109,6 +109,26 @@ impl World {
         .unwrap();
     }
 
+    /// Plans a stage of one task and completes it.
+    pub fn passes(&mut self, job: JobId, stage: StagePlan) {
+        self.plan(job, vec![stage]);
+        let work = self.dispatch()[0];
+        self.complete(work).unwrap();
+    }
+
+    /// The planner gives a job up, whose half-written output is removed.
+    pub fn give_up(&mut self, job: JobId) {
+        let message = "too noisy".to_owned();
+        self.run(Command::JobBroken { job, message }).unwrap();
+        self.run(Command::PartialRemoved { job }).unwrap();
+    }
+
+    /// The names of a job's stages.
+    pub fn stages(&self, job: JobId) -> Vec<&str> {
+        let stages = self.state.job(job).unwrap().stages.iter();
+        stages.map(|stage| stage.name.as_str()).collect()
+    }
+
     pub fn join(&mut self, name: &str, epoch: u64, devices: usize) -> WorkerId {
         self.run(Command::Introduce(introduction(name, epoch, name, devices)))
             .unwrap();
@@ -289,6 +309,14 @@ pub fn measurement(name: &str) -> StagePlan {
     let mut measured = stage(name, 1);
     measured.tasks.iter_mut().for_each(|task| task.exclusive = true);
     measured
+}
+
+/// A stage of one task that decides whether its job goes on as planned.
+pub fn check_of(name: &str) -> StagePlan {
+    StagePlan {
+        kind: "check".to_owned(),
+        ..measurement(name)
+    }
 }
 
 /// A stage of one task that `ranks` devices run together, and no fewer.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use espalier_proto::task::{Failure, FailureKind};
 use proptest::prelude::*;
 
-use super::kit::{Work, World, introduction, measurement, pliable_gang, stage};
+use super::kit::{Work, World, check_of, introduction, pliable_gang, stage};
 use crate::scheduler::{
     AttemptId, Command, Epoch, JobId, Lease, StagePlan, State, TaskId, TaskPhase, WorkerId,
 };
@@ -41,6 +41,7 @@ enum Control {
     Cancel,
     Pause,
     Resume,
+    Break,
     Retry,
     Tidy,
     Archive,
@@ -76,6 +77,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => Just(Control::Cancel),
         2 => Just(Control::Pause),
         4 => Just(Control::Resume),
+        1 => Just(Control::Break),
         4 => Just(Control::Retry),
         5 => Just(Control::Tidy),
         1 => Just(Control::Archive),
@@ -223,7 +225,7 @@ fn plan(world: &mut World, history: &mut History, job: usize, kind: Kind, tasks:
     let name = format!("stage-{}", history.plans);
     let planned: StagePlan = match kind {
         Kind::Plain => stage(&name, tasks),
-        Kind::Measured => measurement(&name),
+        Kind::Measured => check_of(&name),
         Kind::Gang => {
             let ranks = u32::try_from(tasks).unwrap() + 1;
             // Some form with fewer, some in pairs, some only whole.
@@ -250,6 +252,7 @@ fn control(world: &mut World, job: JobId, how: Control) {
         Control::Cancel => world.run(Command::Cancel { job, reason }),
         Control::Pause => world.run(Command::Pause { job, reason }),
         Control::Resume => world.run(Command::Resume { job }),
+        Control::Break => world.run(Command::JobBroken { job, message: reason }),
         Control::Retry => world.run(Command::Retry { job, request_id }),
         Control::Tidy if world.state.attempts_of(job).next().is_none() => {
             world.run(Command::PartialRemoved { job })
