@@ -275,7 +275,7 @@ pub(crate) fn verdict(job: &Job) -> anyhow::Result<()> {
         JobState::Succeeded => match output::missed_limits(&job.outcome_json)? {
             missed if missed.is_empty() => Ok(()),
             missed => Err(failure::job(format!(
-                "the exported model is outside the limits: {missed}; it and its report are kept in {}",
+                "the exported model was not measured inside the limits: {missed}; it and its report are kept in {}",
                 job.output
             ))),
         },

@@ -27,7 +27,7 @@ pub(crate) fn print_outcome(outcome_json: &str, format: Format) -> anyhow::Resul
     }
 }
 
-/// The limits that the exported model was measured outside of; empty when it meets all of them, or when
+/// The limits that the exported model was not measured inside of; empty when it meets all of them, or when
 /// nothing is told of the outcome.
 pub(crate) fn missed_limits(outcome_json: &str) -> anyhow::Result<String> {
     if outcome_json.is_empty() || ProfileOutcome::read(outcome_json).is_some() {
@@ -46,7 +46,7 @@ fn outcome_table(outcome: &Outcome) -> String {
             limit.metric.display(reading.limit),
             limit.metric.display(reading.predicted),
             limit.metric.display(reading.value),
-            if reading.inside { "met" } else { "missed" }.to_owned(),
+            reading.verdict().to_owned(),
         ]
     });
     let mut text = table(

@@ -37,6 +37,7 @@ pub(super) fn reading(
         predicted,
         error: ratio(value, predicted) - 1.0,
         inside: absolute.admits(value),
+        noisy: false,
     })
 }
 

@@ -249,8 +249,8 @@ impl<'a> Tail<'a> {
     }
 
     /// The last measurement, once it is quiet and inside the limits; plans it, or plans it again. The last quiet one
-    /// stands as it is: what was trained is not thrown away because it missed, it is reported. By an imported table the
-    /// first round is the last, and stands even if it was noisy.
+    /// stands as it is, or the last where none was quiet: what was trained is not thrown away because it missed or nobody
+    /// can tell, it is reported. By an imported table the first round is the last.
     fn verified(
         &self,
         exported: &Exported,
@@ -279,20 +279,19 @@ impl<'a> Tail<'a> {
                 return Ok(None);
             };
             let last = imported || round == MOST_NOISY;
-            if self.context.too_noisy(pair) && imported {
+            let noisy = self.context.too_noisy(pair);
+            if noisy && imported {
                 notes.push(format!("{stage} was noisy and says little"));
-            } else if self.context.too_noisy(pair) && last {
-                let Some(quiet) = quiet else {
-                    return Err(PlanError::TooNoisy {
-                        stage,
-                        drift: pair.drift,
-                        disturbed: pair.disturbed,
-                        measurements: round,
-                    });
-                };
-                notes.push(format!("{stage} was noisy: the last quiet measurement stands"));
-                return Ok(Some((quiet, notes)));
-            } else if self.context.too_noisy(pair) {
+            } else if noisy && last {
+                notes.push(match quiet {
+                    Some(_) => format!("{stage} was noisy: the last quiet measurement stands"),
+                    None => format!(
+                        "{stage} was noisy, as all before it: limits on time are not shown to be met; measure again on a \
+                         quieter machine"
+                    ),
+                });
+                return Ok(Some((quiet.unwrap_or(pair), notes)));
+            } else if noisy {
                 notes.push(format!("{stage} was noisy and was measured again"));
                 continue;
             }

@@ -144,15 +144,20 @@ impl LimitReport {
         self.verified.parent.or(self.parent)
     }
 
-    /// Those of `limits` that the exported model was measured outside of, in words; empty when there is none.
+    /// Those of `limits` that the exported model was not measured inside of, in words; empty when there is none.
     pub fn missed(limits: &[Self]) -> String {
         let outside = limits.iter().filter(|limit| !limit.verified.inside).map(|limit| {
-            let (value, bound) = (limit.verified.value, limit.verified.limit);
+            let verified = &limit.verified;
             format!(
-                "{} is {}, the limit is {}",
+                "{} is {}, the limit is {}{}",
                 limit.metric,
-                limit.metric.display(value),
-                limit.metric.display(bound)
+                limit.metric.display(verified.value),
+                limit.metric.display(verified.limit),
+                if verified.noisy {
+                    ", on a machine too noisy to tell"
+                } else {
+                    ""
+                }
             )
         });
         outside.collect::<Vec<_>>().join(", ")
@@ -176,8 +181,31 @@ pub struct Reading {
     pub predicted: f64,
     /// `value / predicted − 1`.
     pub error: f64,
-    /// Whether `value` is inside `limit`.
+    /// Whether `value` is inside `limit`, and can be told.
     pub inside: bool,
+    /// Whether it cannot be told, because the machine was too noisy for what is timed.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub noisy: bool,
+}
+
+impl Reading {
+    /// The same, taken when the machine was too noisy to tell.
+    pub(super) fn too_noisy(self) -> Self {
+        Self {
+            inside: false,
+            noisy: true,
+            ..self
+        }
+    }
+
+    /// What it says of the limit, in a word or two.
+    pub fn verdict(&self) -> &'static str {
+        match (self.inside, self.noisy) {
+            (true, _) => "met",
+            (false, true) => "not shown",
+            (false, false) => "missed",
+        }
+    }
 }
 
 /// One strategy's model.

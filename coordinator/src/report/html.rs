@@ -50,11 +50,13 @@ fn winner(outcome: &Outcome) -> Option<&StrategyReport> {
 }
 
 fn headline(body: &mut String, outcome: &Outcome) {
-    let met = outcome.limits.iter().all(|limit| limit.verified.inside);
-    let (class, verdict) = if met {
-        ("good", "✓ every limit met")
-    } else {
-        ("bad", "✕ a limit was missed")
+    let mut outside = outcome.limits.iter().filter(|limit| !limit.verified.inside);
+    let (class, verdict) = match outside.next() {
+        None => ("good", "✓ every limit met"),
+        Some(first) if first.verified.noisy && outside.all(|limit| limit.verified.noisy) => {
+            ("bad", "✕ too noisy to show every limit met")
+        }
+        Some(_) => ("bad", "✕ a limit was missed"),
     };
     let title = match outcome.limits.first() {
         Some(limit) => format!(

@@ -253,6 +253,7 @@ fn limit(metric: Metric, share: f64, limit: f64, parent: f64, value: f64) -> Lim
         predicted: value * 0.985,
         error: 1.0 / 0.985 - 1.0,
         inside: true,
+        noisy: false,
     };
     LimitReport {
         metric,

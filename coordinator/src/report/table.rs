@@ -14,15 +14,11 @@ pub(super) fn limits(outcome: &Outcome) -> String {
     for limit in &outcome.limits {
         let show = |value: f64| escape(&limit.metric.display(value));
         let verified = &limit.verified;
-        let (class, verdict) = if verified.inside {
-            ("good", "met")
-        } else {
-            ("bad", "missed")
-        };
+        let class = if verified.inside { "good" } else { "bad" };
         let _ = write!(
             rows,
             "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td><b>{}</b></td><td>{}</td>\
-             <td class=\"{class}\">{verdict}</td></tr>",
+             <td class=\"{class}\">{}</td></tr>",
             metric(limit.metric),
             escape(&bound(limit.metric, limit.asked)),
             show(verified.limit),
@@ -31,6 +27,7 @@ pub(super) fn limits(outcome: &Outcome) -> String {
             show(limit.checked.value),
             show(verified.value),
             signed_percent(verified.error),
+            verified.verdict(),
         );
     }
     table(

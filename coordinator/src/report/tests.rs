@@ -29,6 +29,11 @@ fn a_missed_limit_is_said_in_the_headline() {
     outcome.limits[1].verified.inside = false;
     let page = html(&outcome);
     assert!(page.contains("a limit was missed") && !page.contains("every limit met"));
+    outcome.limits[1].verified.noisy = true;
+    let page = html(&outcome);
+    assert!(page.contains("✕ too noisy to show every limit met") && page.contains(">not shown<"));
+    outcome.limits[0].verified.inside = false;
+    assert!(html(&outcome).contains("a limit was missed"));
 }
 
 #[test]

@@ -136,10 +136,12 @@ impl Tail<'_> {
             .collect()
     }
 
+    /// Every limit as the verification reads it. Where that was too noisy, those on time are not shown to be met; by an
+    /// imported table, which no clock decides about, they are read as they are.
     pub(super) fn limits(
         &self,
         winner: &Accepted<'_>,
-        verified: &MeasuredPair,
+        verification: &MeasuredPair,
     ) -> Result<Vec<LimitReport>, PlanError> {
         let candidate = self.architecture().with_candidate(&winner.chosen.candidate)?;
         let parameters = (
@@ -148,13 +150,17 @@ impl Tail<'_> {
         );
         let parent = espalier_search::Figures::of_parent(&self.profiled.parent, parameters.0);
         let prediction = &winner.chosen.prediction;
+        let too_noisy = self.context.too_noisy(verification) && self.context.imported()?.is_none();
         let mut reports = Vec::new();
         for limit in self.context.spec.target.limits.iter() {
             let metric = limit.metric;
             let read = |pair| reading(&limit, pair, parameters, &self.profiled.parent, prediction);
-            let (Some(checked), Some(verified)) = (read(winner.pair), read(verified)) else {
+            let (Some(checked), Some(mut verified)) = (read(winner.pair), read(verification)) else {
                 continue;
             };
+            if too_noisy && metric.is_timed() {
+                verified = verified.too_noisy();
+            }
             let fitted = winner.chosen.limits.iter().find(|fitted| fitted.metric == metric);
             let fitted = match fitted {
                 Some(fitted) => *fitted,

@@ -119,17 +119,47 @@ fn a_noisy_last_measurement_of_an_export_leaves_the_quiet_one_before_it_standing
         "{:?}",
         outcome.notes
     );
+}
+
+#[test]
+fn an_export_that_nobody_can_measure_is_kept_and_its_limits_on_time_are_not_shown_to_be_met() {
     let mut world = World {
         drifts: vec![0.0, 0.2],
         ..World::default()
     };
-    let error = world
-        .run(&spec(r#"{"latency": "75%"}"#, heterogeneous))
-        .unwrap_err();
+    let outcome = world
+        .run(&spec(
+            r#"{"latency": "75%", "memory": "99%"}"#,
+            r#"["heterogeneous"]"#,
+        ))
+        .unwrap();
+    let [latency, memory] = &outcome.limits[..] else {
+        panic!("{:?}", outcome.limits)
+    };
+    let verified = &latency.verified;
+    assert!(verified.noisy && !verified.inside && verified.value <= verified.limit);
     assert!(
-        error.to_string().contains("verify-3: too noisy, 3 times"),
-        "{error}"
+        memory.verified.inside && !memory.verified.noisy,
+        "bytes are counted"
     );
+    let missed = outcome::LimitReport::missed(&outcome.limits);
+    assert!(
+        missed.starts_with("latency is") && missed.ends_with("too noisy to tell"),
+        "{missed}"
+    );
+    let noted = |note: &String| note.starts_with("verify-3 was noisy, as all before it");
+    assert!(outcome.notes.iter().any(noted), "{:?}", outcome.notes);
+}
+
+#[test]
+fn a_reading_of_a_build_that_could_not_be_too_noisy_still_reads() {
+    let outcome = World::default()
+        .run(&spec(r#"{"latency": "75%"}"#, r#"["heterogeneous"]"#))
+        .unwrap();
+    let text = serde_json::to_string(&outcome).unwrap();
+    assert!(!text.contains("noisy\":"), "a quiet one is written as it was");
+    let again: Outcome = serde_json::from_str(&text).unwrap();
+    assert_eq!(again, outcome);
 }
 
 #[test]
