@@ -10,7 +10,7 @@ use std::time::Instant;
 use espalier_arch::{Architecture, Storage, WeightFormat};
 use espalier_search::plan::{Answer, Known, Target, answer};
 use espalier_search::solver::Options;
-use espalier_search::{CostTable, Limits, Measurement, MemoryModel, Score, Whole, Workload};
+use espalier_search::{Corrections, CostTable, Limits, Measurement, MemoryModel, Score, Whole, Workload};
 use serde::Deserialize;
 
 const FRONT: usize = 15;
@@ -82,6 +82,8 @@ fn ask(recorded: &Recorded, known: &Known, question: &str) -> Result<Answer, Box
         workload: recorded.workload,
         limits: &limits,
         extrapolate: false,
+        corrections: Corrections::default(),
+        disturbed: false,
     };
     Ok(answer(known, &target, FRONT, &Options::default())?)
 }

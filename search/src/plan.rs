@@ -12,13 +12,14 @@ use crate::predict::priced;
 use crate::running::batches;
 use crate::solver::Options;
 use crate::{
-    AbsoluteLimit, Bound, CostKey, CostModel, CostTable, Error, Figures, Limits, MemoryModel, Metric,
-    Prediction, Result, Score, Whole, Workload,
+    AbsoluteLimit, Bound, Corrections, CostKey, CostModel, CostTable, Error, Figures, Limits, MemoryModel,
+    Metric, Prediction, Result, Score, Whole, Workload,
 };
 
 /// A limit is relaxed by this share to see what that buys.
 const RELAXED: f64 = 0.05;
-const GIB: f64 = 1024.0 * 1024.0 * 1024.0;
+const MIB: f64 = 1024.0 * 1024.0;
+const GIB: f64 = 1024.0 * MIB;
 
 /// What was found out about one parent.
 #[derive(Debug, Clone)]
@@ -65,6 +66,41 @@ pub struct Target<'a> {
     pub limits: &'a Limits,
     /// Whether lines are drawn on beyond what was measured.
     pub extrapolate: bool,
+    /// What checks of candidates that were chosen by the table taught.
+    pub corrections: Corrections,
+    /// Whether others used the machine while the table was measured.
+    pub disturbed: bool,
+}
+
+impl Target<'_> {
+    /// What should be known of every answer for it.
+    fn notes(&self) -> Vec<String> {
+        let corrected = (!self.corrections.are_none()).then(|| self.corrected());
+        let disturbed = self.disturbed.then(|| {
+            "others kept using the machine while the table's blocks were timed: predictions may be too high".to_owned()
+        });
+        corrected.into_iter().chain(disturbed).collect()
+    }
+
+    fn corrected(&self) -> String {
+        let Corrections {
+            first_token,
+            decode,
+            turnover,
+            memory_bytes,
+        } = self.corrections;
+        // Elsewhere the throughput follows from the other two.
+        let turnover = if self.table.key.batches_continuously() {
+            format!(", throughput / {turnover:.3}")
+        } else {
+            String::new()
+        };
+        format!(
+            "predictions are corrected by what the job's checks measured under its own workload: time to the first token \
+             × {first_token:.3}, decode steps × {decode:.3}{turnover}, memory {:+.1} MiB",
+            memory_bytes / MIB
+        )
+    }
 }
 
 /// How one limit stands.
@@ -167,6 +203,8 @@ pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Option
         model = model.extrapolating()?;
     }
     let (parent, parent_measured) = parent(known, target, &mut model)?;
+    // Checks correct what is predicted of smaller models. The parent stands as measured, or as the table has it.
+    model = model.corrected(target.corrections)?;
     let (_, unpriced) = priced(&known.parent, &known.variants, &model)?;
     let limits = target.limits.resolve(&parent)?;
     let mut asking = Asking {
@@ -174,7 +212,7 @@ pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Option
         model,
         options,
     };
-    let (chosen, reachable, notes) = match asking.fit(&limits)? {
+    let (chosen, reachable, mut notes) = match asking.fit(&limits)? {
         Fitted::Impossible(impossible) => {
             let notes = impossible.notes();
             (None, impossible.limits, notes)
@@ -187,6 +225,7 @@ pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Option
             None => (None, Vec::new(), Vec::new()),
         },
     };
+    notes.extend(target.notes());
     Ok(Answer {
         target: target.table.key.clone(),
         workload: target.workload,

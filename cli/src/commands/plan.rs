@@ -8,7 +8,7 @@ use espalier_coordinator::pipeline::Findings;
 use espalier_coordinator::report;
 use espalier_search::plan::{Answer, Known, Target, answer};
 use espalier_search::solver::Options;
-use espalier_search::{CostTable, Limits, MemoryModel, Whole, Workload};
+use espalier_search::{Corrections, CostTable, Limits, MemoryModel, Whole, Workload};
 
 use super::{connect, shapes};
 use crate::args::Plan;
@@ -104,6 +104,12 @@ fn answers(asked: &Plan, findings: &Findings, known: &Known, tables: &[(String, 
         [] => vec![&spec.limits],
         given => given.iter().collect(),
     };
+    // Checks correct the table that they chose by, and no other.
+    let corrections = if asked.table.is_empty() {
+        findings.corrections
+    } else {
+        Corrections::default()
+    };
     let mut answers = Vec::new();
     for (name, kept) in tables {
         let table = kept.cost_table();
@@ -116,7 +122,8 @@ fn answers(asked: &Plan, findings: &Findings, known: &Known, tables: &[(String, 
                     workload.output_tokens,
                     written(limits)
                 );
-                answers.push((named, one(asked, known, kept, &table, workload, limits)));
+                let answer = one(asked, known, kept, &table, corrections, workload, limits);
+                answers.push((named, answer));
             }
         }
     }
@@ -128,6 +135,7 @@ fn one(
     known: &Known,
     kept: &KeptTable,
     table: &CostTable,
+    corrections: Corrections,
     workload: Workload,
     limits: &Limits,
 ) -> Result<Answer, String> {
@@ -146,6 +154,8 @@ fn one(
         workload,
         limits,
         extrapolate: asked.extrapolate,
+        corrections,
+        disturbed: kept.disturbed,
     };
     answer(known, &target, usize::from(asked.front), &Options::default()).map_err(|error| error.to_string())
 }

@@ -1,12 +1,12 @@
 //! What a job has found out that later questions are answered from: its scores, and what its blocks cost.
 
 use espalier_arch::Architecture;
-use espalier_search::Score;
 use espalier_search::plan::Known;
+use espalier_search::{Corrections, Score};
 use serde::{Deserialize, Serialize};
 
 use super::context::Context;
-use super::{Outcome, ProfileOutcome, Results, import};
+use super::{Outcome, ProfileOutcome, Results, fit, import};
 use crate::spec::{CostTableFile, JobSpec, Strategy};
 
 /// What a job has found out so far.
@@ -22,6 +22,9 @@ pub struct Findings {
     /// What blocks cost on its target; none while that is not measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cost_table: Option<CostTableFile>,
+    /// What checks of heterogeneous choices taught of that table; nothing in what an older version told.
+    #[serde(default, skip_serializing_if = "Corrections::are_none")]
+    pub corrections: Corrections,
 }
 
 impl Findings {
@@ -44,11 +47,13 @@ impl Findings {
         let profiled = context.profiled().map_err(told)?;
         let cost_table =
             profiled.map(|profiled| import::exported(&context, &ingested.architecture, profiled));
+        let corrections = profiled.map(|profiled| fit::taught(&context, ingested, profiled));
         Ok(Self {
             spec: spec.clone(),
             architecture: ingested.architecture.clone(),
             scores,
             cost_table,
+            corrections: corrections.unwrap_or_default(),
         })
     }
 
@@ -93,6 +98,7 @@ impl From<Outcome> for Findings {
             architecture: outcome.parent.architecture,
             scores: outcome.scores,
             cost_table: outcome.cost_table,
+            corrections: outcome.corrections,
         }
     }
 }

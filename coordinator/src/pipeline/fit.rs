@@ -85,6 +85,25 @@ pub(super) fn advance<'a>(
     Ok(settled.then_some(fitted))
 }
 
+/// What checks of heterogeneous choices have taught so far. It stands also where it left nothing to choose.
+pub(super) fn taught(context: &Context<'_>, ingested: &Ingested, profiled: &Profiled) -> Corrections {
+    let fit = Fit {
+        context: *context,
+        ingested,
+        profiled,
+    };
+    if let Ok(Standing::Choose { corrections, .. }) = fit.standing(Strategy::Heterogeneous) {
+        return corrections;
+    }
+    let stages = context.results.stages.values().rev();
+    let mut decisions = stages.filter_map(|stage| stage.decision.as_ref());
+    let last = decisions.find_map(|decision| match decision {
+        Decision::Chosen(chosen) if chosen.strategy == Strategy::Heterogeneous => Some(chosen.corrections),
+        _ => None,
+    });
+    last.unwrap_or_default()
+}
+
 struct Fit<'a> {
     context: Context<'a>,
     ingested: &'a Ingested,

@@ -4,7 +4,7 @@ use espalier_arch::{Architecture, Candidate, Variant};
 use espalier_proto::task::{ArtifactId, Exported, Quality, Serving, is_one_each, one_each};
 use espalier_search::heterogeneous::FrontPoint;
 use espalier_search::uniform::GridPoint;
-use espalier_search::{Bound, CostKey, Measurement, Metric, Prediction, Score, WholeParent};
+use espalier_search::{Bound, Corrections, CostKey, Measurement, Metric, Prediction, Score, WholeParent};
 use serde::{Deserialize, Serialize};
 
 use super::{SolverProof, Stage};
@@ -28,6 +28,9 @@ pub struct Outcome {
     /// What was chosen by, measured or imported: `cost-table.json`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cost_table: Option<CostTableFile>,
+    /// What checks of heterogeneous choices taught of that table: the last of them and `front` are predicted so.
+    #[serde(default, skip_serializing_if = "Corrections::are_none")]
+    pub corrections: Corrections,
     /// The exported model, against each limit.
     pub limits: Vec<LimitReport>,
     /// Whose model was exported.

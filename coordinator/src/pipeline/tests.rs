@@ -3,6 +3,7 @@
 
 mod batching;
 mod checks;
+mod findings;
 mod imported;
 mod servable;
 mod too_large;

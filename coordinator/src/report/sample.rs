@@ -45,6 +45,7 @@ pub(super) fn outcome() -> Outcome {
         },
         spec,
         cost_table: None,
+        corrections: espalier_search::Corrections::default(),
         target: CostKey {
             device: "a made-up processor, 2 threads".into(),
             engine: "builtin".into(),

@@ -35,6 +35,8 @@ fn ask(limits: &str, change: impl Fn(&mut Target<'_>)) -> Result<Answer> {
         workload,
         limits: &limits,
         extrapolate: false,
+        corrections: Corrections::default(),
+        disturbed: false,
     };
     change(&mut target);
     answer(&known(), &target, 8, &Options::default())
@@ -98,6 +100,8 @@ fn variants_without_a_time_are_left_out_and_counted() {
         workload,
         limits: &limits,
         extrapolate: false,
+        corrections: Corrections::default(),
+        disturbed: false,
     };
     let answer = answer(&known(), &target, 0, &Options::default()).unwrap();
     assert_eq!(answer.unpriced, 3);
@@ -117,4 +121,25 @@ fn a_workload_that_was_not_measured_is_refused_by_what_is_missing() {
     let longer = |target: &mut Target<'_>| target.workload.prompt_tokens = 8;
     let message = ask(r#"{"latency": "90%"}"#, longer).unwrap_err().to_string();
     assert!(message.contains("prompts of tokens 4 to 4, but 8"), "{message}");
+}
+
+#[test]
+fn corrections_are_of_what_is_chosen_and_leave_the_parent_as_the_table_has_it() {
+    let slower = |target: &mut Target<'_>| target.corrections.first_token = 2.0;
+    let answer = ask(r#"{"latency": "60%"}"#, slower).unwrap();
+    assert_eq!(answer.parent.latency_ms, Some(31.0));
+    let chosen = answer.chosen.unwrap();
+    let uncorrected = small().with_candidate(&chosen.candidate).unwrap();
+    let (workload, table) = prompts();
+    let model = CostModel::new(&table, &workload, &small(), f32(), None).unwrap();
+    let alone = model.predict(&uncorrected).unwrap().figures.latency_ms.unwrap();
+    assert!(alone <= 0.3 * 31.0, "{alone}");
+    assert_eq!(chosen.prediction.figures.latency_ms, Some(2.0 * alone));
+    assert!(
+        answer.notes[0].contains("time to the first token × 2.000"),
+        "{:?}",
+        answer.notes
+    );
+    let free = ask(r#"{"latency": "60%"}"#, |_| {}).unwrap();
+    assert!(free.notes.is_empty() && free.chosen.unwrap().score < chosen.score);
 }

@@ -82,6 +82,13 @@ impl Default for Corrections {
     }
 }
 
+impl Corrections {
+    /// Whether they change nothing.
+    pub fn are_none(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
 /// What a candidate will cost, each figure with its standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -11,7 +11,7 @@ use crate::pipeline::import;
 use crate::pipeline::outcome::{
     BlockReport, LimitReport, OUTCOME_SCHEMA, Outcome, ParentReport, RankedPoint, StageCost, StrategyReport,
 };
-use crate::spec::{CostTableSource, JobSpec};
+use crate::spec::{CostTableSource, JobSpec, Strategy};
 
 impl Tail<'_> {
     pub(super) fn outcome(
@@ -57,6 +57,7 @@ impl Tail<'_> {
                 self.architecture(),
                 self.profiled,
             )),
+            corrections: self.corrections(),
             limits,
             winner: winner.chosen.strategy,
             strategies,
@@ -235,6 +236,13 @@ impl Tail<'_> {
     fn front(&self) -> Vec<espalier_search::heterogeneous::FrontPoint> {
         let chosen = self.accepted.iter().map(|accepted| accepted.chosen);
         chosen.flat_map(|chosen| chosen.front.clone()).collect()
+    }
+
+    /// What the accepted heterogeneous choice was predicted with.
+    fn corrections(&self) -> Corrections {
+        let mut chosen = self.accepted.iter().map(|accepted| accepted.chosen);
+        let heterogeneous = chosen.find(|chosen| chosen.strategy == Strategy::Heterogeneous);
+        heterogeneous.map(|chosen| chosen.corrections).unwrap_or_default()
     }
 
     fn ranked(&self) -> Result<Vec<RankedPoint>, PlanError> {

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::fixtures::{attention, mlp, table};
-use crate::{CostTable, Limit, Limits, Point, Subject, Workload, plan};
+use crate::{Corrections, CostTable, Limit, Limits, Point, Subject, Workload, plan};
 
 fn workload(concurrency: usize) -> Workload {
     Workload {
@@ -176,6 +176,8 @@ fn a_plan_answers_at_the_numbers_that_were_measured_where_its_limits_are_absolut
             workload: workload(2),
             limits: &Limits::new([limit]).unwrap(),
             extrapolate: false,
+            corrections: Corrections::default(),
+            disturbed: false,
         };
         plan::answer(&known, &target, 4, &Options::default())
     };
