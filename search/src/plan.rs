@@ -219,7 +219,8 @@ pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Option
         }
         Fitted::Found(choices) => match choices.into_iter().next() {
             Some(choice) => {
-                let notes = choice.notes();
+                let mut notes = choice.notes();
+                notes.extend(waiting(choice.running, target.workload.concurrency));
                 (Some(asking.chosen(choice, &limits, front)?), Vec::new(), notes)
             }
             None => (None, Vec::new(), Vec::new()),
@@ -236,6 +237,15 @@ pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Option
         reachable,
         notes,
         unpriced,
+    })
+}
+
+/// What to say of requests that wait.
+fn waiting(running: usize, concurrency: usize) -> Option<String> {
+    (running < concurrency).then(|| {
+        format!(
+            "{running} of {concurrency} sequences run together and the others wait: --max-num-seqs {running}"
+        )
     })
 }
 

@@ -188,6 +188,10 @@ fn a_plan_answers_at_the_numbers_that_were_measured_where_its_limits_are_absolut
         "{:?}",
         answer.notes
     );
+    assert_eq!(
+        answer.notes[1],
+        "1 of 2 sequences run together and the others wait: --max-num-seqs 1"
+    );
     // A share of what is not known says nothing.
     let message = ask("50%").unwrap_err().to_string();
     assert!(message.contains("but 2 is asked for"), "{message}");
