@@ -3,7 +3,8 @@
 //!
 //! Quality is not asked for, so no scores are needed: a table and a config are enough. Every model keeps at least half of the
 //! parent's blocks of each kind, whichever of them; where there are several of one shape it does not matter to the sums.
-//! Latencies are sums of the device's times here, and what is stated of each model is its whole prediction.
+//! Latencies are sums of the device's times here, and what is stated of each model is its whole prediction. Where the host
+//! decides, models whose sums are equal may take times that are not: such a pair is left out.
 
 use espalier_arch::{Architecture, BlockKind, BlockShape, Candidate, Variant};
 use serde::{Deserialize, Serialize};
@@ -18,6 +19,8 @@ use crate::{
 const VALUES: usize = 12;
 /// What is equal differs by this share at the most, where it cannot be equal to the last digit.
 const EQUAL: f64 = 5e-4;
+/// Latencies of equal sums that are predicted farther apart than this, for the host's sake, are not equal.
+const MOST_APART: f64 = 0.02;
 /// Parameters are whole numbers.
 const HALF: f64 = 0.5;
 
@@ -140,6 +143,9 @@ impl<'a> Asking<'a> {
             }
             let Some(more) = more else { continue };
             let (less, more) = (self.shape(&less)?, self.shape(&more)?);
+            if equal == Metric::Latency && are_apart(&less, &more) {
+                continue;
+            }
             let value = |shape: &Shape| match other {
                 Metric::BlockParameters => shape.parameters as f64,
                 _ => shape.prediction.figures.get(other).unwrap_or(0.0),
@@ -209,6 +215,13 @@ impl<'a> Asking<'a> {
             blocks: architecture.blocks.into_iter().map(|block| block.shape).collect(),
         })
     }
+}
+
+/// Whether the host makes the latencies of models with equal sums unequal.
+fn are_apart(one: &Shape, other: &Shape) -> bool {
+    let latency = |shape: &Shape| shape.prediction.figures.latency_ms.unwrap_or(0.0);
+    let (one, other) = (latency(one), latency(other));
+    (one - other).abs() > MOST_APART * one.min(other)
 }
 
 /// The sizes of each block that a table has times of, whole first; the later half of each kind may be left out.
@@ -295,6 +308,32 @@ mod tests {
                 .iter()
                 .any(|pair| pair.less.parameters < pair.more.parameters)
         );
+    }
+
+    #[test]
+    fn models_of_equal_sums_that_the_host_makes_unequal_are_no_pair() {
+        let (workload, mut table) = prompts();
+        let latency = |shape: &Shape| shape.prediction.figures.latency_ms.unwrap();
+        let alone = shapes(&small(), &table, &workload, f32(), false).unwrap();
+        let has_other_count = |pair: &Pair| pair.less.blocks.len() != pair.more.blocks.len();
+        assert!(alone.equal_latency.iter().any(has_other_count));
+        // 1 ms and 7 for each block: more than any block takes on the device.
+        for (subject, median_ms) in [(Subject::HostFloor, 1.0), (Subject::HostBlock, 7.0)] {
+            let row = crate::CostRow {
+                subject,
+                median_ms,
+                ..table.rows[0].clone()
+            };
+            table.rows.push(row);
+        }
+        let found = shapes(&small(), &table, &workload, f32(), false).unwrap();
+        for pair in &found.equal_latency {
+            let (less, more) = (latency(&pair.less), latency(&pair.more));
+            assert!((less / more - 1.0).abs() <= 0.02, "{less} ms and {more} ms");
+            assert!(!has_other_count(pair));
+        }
+        assert!(found.equal_latency.len() < alone.equal_latency.len());
+        assert_eq!(found.equal_parameters.len(), alone.equal_parameters.len());
     }
 
     #[test]

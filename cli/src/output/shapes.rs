@@ -17,9 +17,10 @@ pub(crate) fn shapes(found: &[Shapes]) -> Listing {
                 pair,
             )
         });
+        // By the device's sums: what is predicted of the two may differ a little.
         let timed = shapes.equal_latency.iter().map(|pair| {
             row(
-                latency(&pair.less),
+                format!("{}, {}", latency(&pair.less), latency(&pair.more)),
                 parameters(&pair.less),
                 parameters(&pair.more),
                 pair,

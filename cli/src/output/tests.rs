@@ -219,3 +219,55 @@ fn a_plan_that_cannot_be_answered_says_why_in_its_row_and_in_its_json() {
     let json = listing.text(how(Format::Json), false).unwrap();
     assert!(json.contains("\"error\": \"no row\""), "{json}");
 }
+
+fn a_key() -> espalier_search::CostKey {
+    espalier_search::CostKey {
+        device: "a processor".to_owned(),
+        engine: "vllm".to_owned(),
+        engine_version: "0".to_owned(),
+        precision: "f32".to_owned(),
+        hidden: 64,
+        parallelism: 1,
+        mode: espalier_search::Mode::Eager,
+        environment: std::collections::BTreeMap::new(),
+    }
+}
+
+const WORKLOAD: espalier_search::Workload = espalier_search::Workload {
+    prompt_tokens: 4,
+    output_tokens: 2,
+    concurrency: 2,
+};
+
+#[test]
+fn a_pair_of_equal_latency_shows_what_both_are_predicted_to_take() {
+    use espalier_search::shapes::{Pair, Shape, Shapes};
+    let shape = |parameters: u64, latency_ms: f64| Shape {
+        candidate: espalier_arch::Candidate { variants: Vec::new() },
+        blocks: Vec::new(),
+        parameters,
+        prediction: espalier_search::Prediction {
+            figures: espalier_search::Figures {
+                latency_ms: Some(latency_ms),
+                ..espalier_search::Figures::default()
+            },
+            errors: espalier_search::Figures::default(),
+            device: None,
+        },
+    };
+    let found = Shapes {
+        target: a_key(),
+        workload: WORKLOAD,
+        equal_parameters: Vec::new(),
+        equal_latency: vec![Pair {
+            less: shape(100, 6.2),
+            more: shape(250, 6.3),
+            ratio: 2.5,
+        }],
+    };
+    assert_eq!(
+        shapes(&[found]).text(how(Format::Table), false).unwrap(),
+        "EQUAL               LESS            MORE            RATIO  BLOCKS OF LESS      BLOCKS OF MORE\n\
+         6.200 ms, 6.300 ms  100 parameters  250 parameters  2.50   0 attention, 0 mlp  0 attention, 0 mlp\n"
+    );
+}
