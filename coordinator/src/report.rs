@@ -59,8 +59,8 @@ pub fn html(outcome: &Outcome) -> String {
     html::page(outcome)
 }
 
-/// Answers to other questions as a page, self-contained; each under its name.
-pub fn plans(title: &str, answers: &[(String, Answer)]) -> String {
+/// Answers to other questions as a page, self-contained; each, or the reason why there is none, under its name.
+pub fn plans(title: &str, answers: &[(String, Result<Answer, String>)]) -> String {
     html::document(title, &plans::sections(answers))
 }
 

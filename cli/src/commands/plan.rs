@@ -28,10 +28,7 @@ pub(crate) async fn run(asked: &Plan) -> anyhow::Result<()> {
         .map_err(|reason| failure::usage(format!("{}: {reason}", asked.source)))?;
     let answers = answers(asked, &findings, &known, &tables);
     if let Some(page) = &asked.html {
-        let drawn = answers
-            .iter()
-            .filter_map(|(name, answer)| Some((name.clone(), answer.clone().ok()?)));
-        let html = report::plans(&asked.source, &drawn.collect::<Vec<_>>());
+        let html = report::plans(&asked.source, &answers);
         write_whole(page, html.as_bytes())
             .map_err(|error| failure::machine(format!("cannot write {}: {error}", page.display())))?;
     }

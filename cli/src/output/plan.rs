@@ -53,11 +53,12 @@ fn answered(name: &str, answer: &Answer) -> Vec<Vec<String>> {
                 .collect()
         }
         None => {
+            let has_others = answer.reachable.len() > 1;
             let reachable = answer.reachable.iter().map(|reach| {
                 let metric = reach.limit.metric;
                 let what = [
                     format!("{metric} {}", metric.display(reach.limit.value)),
-                    format!("no candidate; at best {}", metric.display(reach.alone)),
+                    format!("no candidate; {}", reach.best(has_others)),
                     String::new(),
                     String::new(),
                     String::new(),

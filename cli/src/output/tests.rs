@@ -271,3 +271,38 @@ fn a_pair_of_equal_latency_shows_what_both_are_predicted_to_take() {
          6.200 ms, 6.300 ms  100 parameters  250 parameters  2.50   0 attention, 0 mlp  0 attention, 0 mlp\n"
     );
 }
+
+#[test]
+fn limits_that_exclude_each_other_show_the_best_of_each_alone_and_beside_the_others() {
+    use espalier_search::heterogeneous::Reachable;
+    use espalier_search::{AbsoluteLimit, Figures, Metric};
+    let mib = 1024.0 * 1024.0;
+    let reach = |metric, limit: f64, alone: f64, together: f64| Reachable {
+        limit: AbsoluteLimit::new(metric, limit),
+        alone,
+        together,
+    };
+    let answer = espalier_search::plan::Answer {
+        target: a_key(),
+        workload: WORKLOAD,
+        limits: Vec::new(),
+        parent: Figures::default(),
+        parent_measured: false,
+        chosen: None,
+        reachable: vec![
+            reach(Metric::Throughput, 1000.0, 1200.0, 900.0),
+            reach(Metric::Memory, 3072.0 * mib, 2500.0 * mib, 3200.0 * mib),
+        ],
+        notes: Vec::new(),
+        unpriced: 0,
+    };
+    let text = plans(&[("own".to_owned(), Ok(answer))])
+        .text(how(Format::Table), false)
+        .unwrap();
+    for expected in [
+        "no candidate; the best that can be reached is 1200.0 tokens/s (900.0 tokens/s with the other limits)",
+        "no candidate; the best that can be reached is 2500.0 MiB (3200.0 MiB with the other limits)",
+    ] {
+        assert!(text.contains(expected), "{text}");
+    }
+}

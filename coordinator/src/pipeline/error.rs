@@ -74,25 +74,7 @@ impl From<espalier_arch::Error> for PlanError {
 
 /// Each limit with the best that can be reached, and what should be known beside.
 fn describe(impossible: &Impossible) -> String {
-    let reachable: &[Reachable] = &impossible.limits;
-    let each = reachable.iter().map(|reach| {
-        let metric = reach.limit.metric;
-        let bound = if metric.more_is_better() {
-            "at least"
-        } else {
-            "at most"
-        };
-        let mut text = format!(
-            "{metric} {bound} {}; the best that can be reached is {}",
-            metric.display(reach.limit.value),
-            metric.display(reach.alone)
-        );
-        if reachable.len() > 1 {
-            text += &format!(" ({} with the other limits)", metric.display(reach.together));
-        }
-        text
-    });
-    let limits = each.collect::<Vec<_>>().join(", and ");
+    let limits = Reachable::describe(&impossible.limits);
     std::iter::once(limits)
         .chain(impossible.notes())
         .collect::<Vec<_>>()

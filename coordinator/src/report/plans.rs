@@ -2,34 +2,44 @@
 
 use std::fmt::Write as _;
 
+use espalier_search::heterogeneous::Reachable;
 use espalier_search::plan::{Answer, Chosen};
 
 use super::chart;
 use super::format::{escape, metric};
 
-/// A section for each answer, under its name.
-pub(super) fn sections(answers: &[(String, Answer)]) -> String {
+/// A section for each answer, or the reason why there is none, under its name.
+pub(super) fn sections(answers: &[(String, Result<Answer, String>)]) -> String {
     let mut body = String::from(
         "<header><p class=\"eyebrow\">Espalier plan</p><h1>What was measured once, asked again</h1></header>\n",
     );
     for (name, answer) in answers {
-        let content = match &answer.chosen {
-            Some(chosen) => choice(chosen),
-            None => "<p>No candidate is inside the limits.</p>".to_owned(),
+        let content = match answer {
+            Ok(answer) => answered(answer),
+            Err(reason) => format!("<p>{}</p>", escape(reason)),
         };
-        let notes = answer.notes.iter().map(|note| format!("<p>{}</p>", escape(note)));
-        let content = content + &notes.collect::<String>();
-        let _ = writeln!(
-            body,
-            "<section><h2>{}</h2><p class=\"soft\">{}, {} {}, {}</p>{content}</section>",
-            escape(name),
-            escape(&answer.target.device),
-            escape(&answer.target.engine),
-            escape(&answer.target.engine_version),
-            escape(&answer.target.precision),
-        );
+        let _ = writeln!(body, "<section><h2>{}</h2>{content}</section>", escape(name));
     }
     body
+}
+
+fn answered(answer: &Answer) -> String {
+    let content = match &answer.chosen {
+        Some(chosen) => choice(chosen),
+        None => format!(
+            "<p>No candidate is inside {}.</p>",
+            escape(&Reachable::describe(&answer.reachable))
+        ),
+    };
+    let notes = answer.notes.iter().map(|note| format!("<p>{}</p>", escape(note)));
+    format!(
+        "<p class=\"soft\">{}, {} {}, {}</p>{content}{}",
+        escape(&answer.target.device),
+        escape(&answer.target.engine),
+        escape(&answer.target.engine_version),
+        escape(&answer.target.precision),
+        notes.collect::<String>()
+    )
 }
 
 fn choice(chosen: &Chosen) -> String {

@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 
 use espalier_proto::task::Serving;
-use espalier_search::{Shortage, WholeParent};
+use espalier_search::heterogeneous::Reachable;
+use espalier_search::plan::Answer;
+use espalier_search::{AbsoluteLimit, Figures, Metric, Shortage, WholeParent};
 
-use super::{html, sample, write};
+use super::{html, plans, sample, write};
 use crate::pipeline::Outcome;
 
 #[test]
@@ -218,4 +220,42 @@ fn a_model_that_had_no_room_beside_the_parent_is_said_to_be_measured_alone() {
     let page = html(&outcome);
     assert!(page.contains("measured alone, because the parent has no room beside it"));
     assert!(!page.contains("in alternation"));
+}
+
+#[test]
+fn the_page_of_plans_says_what_can_be_reached_and_why_others_have_no_answer() {
+    let reach = |metric, limit: f64, alone: f64, together: f64| Reachable {
+        limit: AbsoluteLimit::new(metric, limit),
+        alone,
+        together,
+    };
+    let impossible = Answer {
+        target: sample::outcome().target,
+        workload: sample::outcome().spec.target.workload,
+        limits: Vec::new(),
+        parent: Figures::default(),
+        parent_measured: false,
+        chosen: None,
+        reachable: vec![
+            reach(Metric::Throughput, 1000.0, 1200.0, 900.0),
+            reach(Metric::PerToken, 20.0, 15.0, 22.0),
+        ],
+        notes: Vec::new(),
+        unpriced: 0,
+    };
+    let page = plans(
+        "out",
+        &[
+            ("own".to_owned(), Ok(impossible)),
+            ("h200".to_owned(), Err("no row for <base>".to_owned())),
+        ],
+    );
+    for expected in [
+        "No candidate is inside throughput at least 1000.0 tokens/s; the best that can be reached is 1200.0 tokens/s \
+         (900.0 tokens/s with the other limits), and per_token at most 20.0 ms; the best that can be reached is 15.0 ms \
+         (22.0 ms with the other limits).",
+        "<h2>h200</h2><p>no row for &lt;base&gt;</p>",
+    ] {
+        assert!(page.contains(expected), "{page}");
+    }
 }

@@ -19,6 +19,37 @@ pub struct Reachable {
     pub together: f64,
 }
 
+impl Reachable {
+    /// The best that can be reached, in words: alone, and where there are other limits beside them.
+    pub fn best(&self, has_others: bool) -> String {
+        let display = |value| self.limit.metric.display(value);
+        let alone = format!("the best that can be reached is {}", display(self.alone));
+        if has_others {
+            format!("{alone} ({} with the other limits)", display(self.together))
+        } else {
+            alone
+        }
+    }
+
+    /// Each limit with the best that can be reached, in words.
+    pub fn describe(all: &[Self]) -> String {
+        let each = all.iter().map(|reach| {
+            let metric = reach.limit.metric;
+            let bound = if metric.more_is_better() {
+                "at least"
+            } else {
+                "at most"
+            };
+            format!(
+                "{metric} {bound} {}; {}",
+                metric.display(reach.limit.value),
+                reach.best(all.len() > 1)
+            )
+        });
+        each.collect::<Vec<_>>().join(", and ")
+    }
+}
+
 /// Why there is no candidate.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
