@@ -32,6 +32,16 @@ pub enum Error {
         /// Which field.
         field: &'static str,
     },
+    /// Requests that the parent has no positions for.
+    #[error(
+        "workload: prompt_tokens + output_tokens is {longest}, expected at most {most}, the positions the parent was made for"
+    )]
+    Positions {
+        /// Tokens of a request.
+        longest: usize,
+        /// Positions of the parent.
+        most: usize,
+    },
     /// A shape that was not timed.
     #[error("the cost table has no row for {subject} at {point}: profile it first")]
     MissingRow {

@@ -190,8 +190,10 @@ pub struct Answer {
 /// Answers for one target, with a front of `front` points.
 ///
 /// # Errors
-/// When the table does not hold what is asked for, or a limit is a share of what is not known.
+/// When the table does not hold what is asked for, the parent has no positions for it, or a limit is a share of what is not
+/// known.
 pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Options) -> Result<Answer> {
+    target.workload.has_positions(&known.parent)?;
     let mut model = CostModel::new(
         target.table,
         &target.workload,

@@ -67,7 +67,7 @@ pub struct Shapes {
 /// Pairs of models of the sizes that the table has; `memory` says how weights and state are stored.
 ///
 /// # Errors
-/// When the table does not hold the parent's own blocks at the workload's loads.
+/// When the table does not hold the parent's own blocks at the workload's loads, or the parent has no positions for it.
 pub fn shapes(
     parent: &Architecture,
     table: &CostTable,
@@ -75,6 +75,7 @@ pub fn shapes(
     memory: MemoryModel,
     extrapolate: bool,
 ) -> Result<Shapes> {
+    workload.has_positions(parent)?;
     let mut model = CostModel::new(table, workload, parent, memory, None)?;
     if extrapolate {
         model = model.extrapolating()?;
@@ -334,6 +335,16 @@ mod tests {
         }
         assert!(found.equal_latency.len() < alone.equal_latency.len());
         assert_eq!(found.equal_parameters.len(), alone.equal_parameters.len());
+    }
+
+    #[test]
+    fn a_workload_beyond_the_parents_positions_is_refused() {
+        let (mut workload, table) = prompts();
+        workload.prompt_tokens = 256;
+        let message = shapes(&small(), &table, &workload, f32(), true)
+            .unwrap_err()
+            .to_string();
+        assert!(message.contains("is 257, expected at most 256"), "{message}");
     }
 
     #[test]

@@ -99,14 +99,9 @@ fn words(window: Option<usize>) -> String {
 
 /// Refuses a workload that the parent has no positions for, or whose prompts are too many for one step.
 fn refuse_load(workload: &Workload, parent: &Architecture) -> Result<(), PlanError> {
-    let longest = workload.prompt_tokens.saturating_add(workload.output_tokens);
-    if longest > parent.max_positions {
-        return Err(PlanError::Invalid(format!(
-            "target.workload: prompt_tokens + output_tokens is {longest}, expected at most {}, the positions the \
-             parent was made for",
-            parent.max_positions
-        )));
-    }
+    workload
+        .has_positions(parent)
+        .map_err(|error| PlanError::Invalid(format!("target.{error}")))?;
     let together = workload.prompt_tokens.saturating_mul(workload.concurrency);
     if together > MOST_PROMPT_TOKENS {
         return Err(PlanError::Invalid(format!(

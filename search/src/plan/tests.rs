@@ -143,3 +143,18 @@ fn corrections_are_of_what_is_chosen_and_leave_the_parent_as_the_table_has_it() 
     let free = ask(r#"{"latency": "60%"}"#, |_| {}).unwrap();
     assert!(free.notes.is_empty() && free.chosen.unwrap().score < chosen.score);
 }
+
+#[test]
+fn a_workload_beyond_the_parents_positions_is_refused_however_it_is_asked_for() {
+    let message = ask(r#"{"latency": "90%"}"#, |target| {
+        target.workload.prompt_tokens = 256;
+        target.extrapolate = true;
+    });
+    assert_eq!(
+        message.unwrap_err().to_string(),
+        "workload: prompt_tokens + output_tokens is 257, expected at most 256, the positions the parent was made for"
+    );
+    let longest = |target: &mut Target<'_>| target.workload.prompt_tokens = 255;
+    let unmeasured = ask(r#"{"latency": "90%"}"#, longest).unwrap_err();
+    assert!(matches!(unmeasured, Error::Extrapolation { .. }), "{unmeasured}");
+}
