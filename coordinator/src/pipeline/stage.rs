@@ -251,7 +251,7 @@ pub struct Chosen {
     pub solved: Option<SolverProof>,
     /// Uniform: KL without training, by which it was chosen.
     pub divergence: Option<f64>,
-    /// Heterogeneous, first round: the least score at each value of the first limit.
+    /// Heterogeneous: the least score at each value of the first limit.
     pub front: Vec<FrontPoint>,
 }
 

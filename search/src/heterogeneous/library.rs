@@ -139,7 +139,7 @@ impl<'a> Library<'a> {
     }
 
     /// The least score inside `others` at `count` values of one metric, evenly from the best that can be reached to the
-    /// parent's own; points no better than a cheaper one are left out.
+    /// parent's own (of one point, at that); points no better than a cheaper one are left out.
     ///
     /// # Errors
     /// When the problem is not well formed.
@@ -162,7 +162,11 @@ impl<'a> Library<'a> {
         let mut learnt = Learnt::new(&self.sums(others, 0.0), &self.whole());
         let mut front: Vec<FrontPoint> = Vec::with_capacity(count);
         for step in 0..count {
-            let share = (step as f64 + 1.0) / count as f64;
+            let share = if count > 1 {
+                step as f64 / (count as f64 - 1.0)
+            } else {
+                1.0
+            };
             let limit = AbsoluteLimit::new(metric, self.model.figure(metric, least + (own - least) * share));
             let limits = [others, &[limit]].concat();
             let sums = self.sums(&limits, 0.0);

@@ -70,7 +70,10 @@ fn the_front_falls_from_what_can_be_reached_to_the_parent_and_keeps_the_other_li
     for pair in free.front.windows(2) {
         assert!(pair[0].score > pair[1].score && pair[0].value < pair[1].value);
     }
-    assert_eq!(free.front.last().unwrap().score, 0.0);
+    // Everything skipped leaves the base, at twice the sum of what one size less loses; the parent loses nothing.
+    let ends =
+        [free.front.first(), free.front.last()].map(|point| point.map(|point| (point.value, point.score)));
+    assert_eq!(ends, [Some((1.0, 42.0)), Some((31.0, 0.0))]);
     let tight = ask(r#"{"latency": "60%", "block_parameters": "80%"}"#, |_| {}).unwrap();
     let tight = tight.chosen.unwrap();
     assert!(
