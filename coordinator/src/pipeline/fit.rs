@@ -92,8 +92,8 @@ pub(super) fn taught(context: &Context<'_>, ingested: &Ingested, profiled: &Prof
         ingested,
         profiled,
     };
-    if let Ok(Standing::Choose { corrections, .. }) = fit.standing(Strategy::Heterogeneous) {
-        return corrections;
+    if let Ok(Standing::Choose { learnt, .. }) = fit.standing(Strategy::Heterogeneous) {
+        return learnt.corrections;
     }
     let stages = context.results.stages.values().rev();
     let mut decisions = stages.filter_map(|stage| stage.decision.as_ref());

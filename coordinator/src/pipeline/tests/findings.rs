@@ -47,6 +47,7 @@ fn until(world: &mut World, spec: &JobSpec, last: Stage) -> Results {
                 finished: Some(Finished {
                     outputs,
                     seconds: 1.0,
+                    ended_seconds: None,
                 }),
             };
             results.stages.insert(stage.stage, result);
@@ -57,7 +58,7 @@ fn until(world: &mut World, spec: &JobSpec, last: Stage) -> Results {
 
 fn biased() -> World {
     World {
-        bias: 1.08,
+        bias: 1.2,
         ..World::default()
     }
 }
@@ -78,10 +79,10 @@ fn a_plan_for_the_jobs_own_limits_is_the_choice_that_its_checks_accepted() {
         .map(|report| report.candidate.clone());
     let findings = Findings::from(outcome.clone());
     assert_eq!(accepted.collect::<Vec<_>>(), [candidate(&findings)]);
-    assert!((findings.corrections.decode - 1.08).abs() < 1e-9);
+    assert!((findings.corrections.decode - 1.2).abs() < 1e-9);
     let notes = asked_again(&findings).notes;
     assert!(
-        notes[0].contains("time to the first token × 1.080, decode steps × 1.080, memory"),
+        notes[0].contains("time to the first token × 1.200, decode steps × 1.200, memory"),
         "{notes:?}"
     );
     // Of a job that has not ended: once the check has missed, and with its second choice.
