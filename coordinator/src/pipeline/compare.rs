@@ -29,6 +29,8 @@ pub(super) fn reading(
     let value = Figures::measured(&pair.candidate, candidate_parameters).get(metric)?;
     let predicted = prediction.figures.get(metric)? * pace(metric, pair, profiled);
     let absolute = limit.resolve(&now).or_else(|_| limit.resolve(&then)).ok()?;
+    // Memory without the device's context may be more than it seems.
+    let hidden = metric == Metric::Memory && pair.without_context;
     Some(Reading {
         value,
         spread: spread(&pair.candidate, metric),
@@ -36,8 +38,8 @@ pub(super) fn reading(
         limit: absolute.value,
         predicted,
         error: ratio(value, predicted) - 1.0,
-        inside: absolute.admits(value),
-        noisy: false,
+        inside: absolute.admits(value) && !hidden,
+        noisy: hidden,
     })
 }
 

@@ -3,8 +3,8 @@
 use espalier_arch::{Architecture, Storage};
 use espalier_proto::task::{Ingested, MeasuredPair, ParentRef, Profiled, TaskOutput};
 use espalier_search::{
-    AbsoluteLimit, Corrections, CostModel, CostTable, Figures, Limit, MemoryModel, Score, Shortage, Space,
-    Whole, Workload, parameters,
+    AbsoluteLimit, Corrections, CostModel, CostTable, Figures, Limit, MemoryModel, Metric, Score, Shortage,
+    Space, Whole, Workload, parameters,
 };
 
 use super::{MOST_DISTURBED, MOST_DRIFT, PlanError, Results, Stage};
@@ -195,17 +195,42 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Whether the machine was too busy for this measurement to say whether the limits are met. Memory and
-    /// parameters are counted: where nothing else is limited, any machine will do.
+    /// Whether this measurement cannot say whether the limits are met.
     pub(super) fn too_noisy(&self, pair: &MeasuredPair) -> bool {
-        let timed = || {
-            self.spec
-                .target
-                .limits
-                .iter()
-                .any(|limit| limit.metric.is_timed())
+        self.noise(pair).is_some()
+    }
+
+    /// Why this measurement cannot say whether the limits are met: what is timed needs a quiet machine, and memory one whose
+    /// context could be told from what others hold. Parameters are counted: where nothing else is limited, any will do.
+    pub(super) fn noise(&self, pair: &MeasuredPair) -> Option<String> {
+        let limited = |is: fn(Metric) -> bool| {
+            let mut limits = self.spec.target.limits.iter();
+            limits.any(|limit| is(limit.metric))
         };
-        (pair.drift > MOST_DRIFT || pair.disturbed > MOST_DISTURBED) && timed()
+        if times_scatter(pair) && limited(Metric::is_timed) {
+            return Some(format!(
+                "one model's own time drifted by {:.1}% within a measurement, at most {:.0}% allowed, and {:.0}% of the \
+                 times were taken while others used the processors, at most {:.0}% allowed; run on a quieter machine",
+                pair.drift * 100.0,
+                MOST_DRIFT * 100.0,
+                pair.disturbed * 100.0,
+                MOST_DISTURBED * 100.0
+            ));
+        }
+        (pair.without_context && limited(|metric| metric == Metric::Memory)).then(|| {
+            "others held memory of the device, so that nobody knows what its context takes beside what was counted of the \
+             model; run while nobody else has memory of it"
+                .to_owned()
+        })
+    }
+
+    /// The error where this is the last of so many measurements that cannot say it.
+    pub(super) fn noisy(&self, stage: Stage, pair: &MeasuredPair, measurements: u32) -> PlanError {
+        PlanError::TooNoisy {
+            stage,
+            measurements,
+            reason: self.noise(pair).unwrap_or_default(),
+        }
     }
 
     /// The limits against the parent as profiled.
@@ -252,6 +277,11 @@ impl<'a> Context<'a> {
             limit.to_text()
         ))
     }
+}
+
+/// Whether the machine was too busy for this measurement's times to say anything.
+pub(super) fn times_scatter(pair: &MeasuredPair) -> bool {
+    pair.drift > MOST_DRIFT || pair.disturbed > MOST_DISTURBED
 }
 
 /// Parameters of the blocks.

@@ -33,25 +33,15 @@ pub enum PlanError {
         /// What each check measured.
         misses: Vec<String>,
     },
-    /// Measurements scatter too widely to tell.
-    #[error(
-        "{stage}: too noisy, {measurements} times in a row: one model's own time drifted by {:.1}% within a \
-         measurement, at most {:.0}% allowed, and {:.0}% of the times were taken while others used the processors, at \
-         most {:.0}% allowed; run on a quieter machine",
-        drift * 100.0,
-        super::MOST_DRIFT * 100.0,
-        disturbed * 100.0,
-        super::MOST_DISTURBED * 100.0
-    )]
+    /// Measurements that cannot tell whether the limits are met.
+    #[error("{stage}: too noisy, {measurements} times in a row: {reason}")]
     TooNoisy {
         /// Which measurement.
         stage: Stage,
-        /// The last drift.
-        drift: f64,
-        /// The share of the last times that others disturbed.
-        disturbed: f64,
         /// How often it was measured.
         measurements: u32,
+        /// What was wrong with the last one, and what to do.
+        reason: String,
     },
     /// A stage gave another kind or number of outputs than it was asked for.
     #[error("{stage}: {reason}")]

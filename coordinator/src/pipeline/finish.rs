@@ -279,19 +279,18 @@ impl<'a> Tail<'a> {
                 return Ok(None);
             };
             let last = imported || round == MOST_NOISY;
-            let noisy = self.context.too_noisy(pair);
-            if noisy && imported {
+            let noise = self.context.noise(pair);
+            if noise.is_some() && imported {
                 notes.push(format!("{stage} was noisy and says little"));
-            } else if noisy && last {
+            } else if let (Some(reason), true) = (&noise, last) {
                 notes.push(match quiet {
                     Some(_) => format!("{stage} was noisy: the last quiet measurement stands"),
                     None => format!(
-                        "{stage} was noisy, as all before it: limits on time are not shown to be met; measure again on a \
-                         quieter machine"
+                        "{stage} was noisy, as all before it, and does not show that every limit is met: {reason}"
                     ),
                 });
                 return Ok(Some((quiet.unwrap_or(pair), notes)));
-            } else if noisy {
+            } else if noise.is_some() {
                 notes.push(format!("{stage} was noisy and was measured again"));
                 continue;
             }

@@ -186,7 +186,7 @@ pub struct Reading {
     pub error: f64,
     /// Whether `value` is inside `limit`, and can be told.
     pub inside: bool,
-    /// Whether it cannot be told, because the machine was too noisy for what is timed.
+    /// Whether it cannot be told: the machine was too noisy for what is timed, or others hid what the device's context takes.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub noisy: bool,
 }

@@ -127,12 +127,7 @@ impl<'a> Fit<'a> {
             if self.context.too_noisy(pair) {
                 noisy += 1;
                 if noisy >= MOST_NOISY {
-                    let reason = PlanError::TooNoisy {
-                        stage,
-                        drift: pair.drift,
-                        disturbed: pair.disturbed,
-                        measurements: noisy,
-                    };
+                    let reason = self.context.noisy(stage, pair, noisy);
                     return ended(last, round, notes, reason);
                 }
                 notes.push(format!("{stage} was noisy and was measured again"));

@@ -269,6 +269,25 @@ fn a_noisy_measurement_is_repeated_and_then_called_too_noisy() {
 }
 
 #[test]
+fn a_limit_on_memory_is_not_met_by_what_leaves_the_context_out() {
+    let mut world = World {
+        without_context: true,
+        ..World::default()
+    };
+    let limits = r#"{"latency": "75%", "memory": "99%"}"#;
+    let error = world.run(&spec(limits, BOTH)).unwrap_err();
+    assert!(
+        error.to_string().contains("others held memory of the device"),
+        "{error}"
+    );
+    let outcome = world.run(&spec(r#"{"latency": "75%"}"#, BOTH)).unwrap();
+    assert!(
+        outcome.limits.iter().all(|limit| limit.verified.inside),
+        "nobody asked for it"
+    );
+}
+
+#[test]
 fn a_limit_that_is_counted_is_met_on_a_noisy_machine() {
     let mut world = World {
         drifts: vec![0.2],

@@ -1,6 +1,6 @@
 //! Imported cost tables, and baselines that cannot meet the limits.
 
-use espalier_search::WholeParent;
+use espalier_search::{Metric, WholeParent};
 
 use super::world::*;
 use crate::cost_tables::KeptTable;
@@ -126,6 +126,22 @@ fn of_a_table_with_several_models_the_jobs_own_parent_is_taken_wherever_it_stand
         .unwrap_err()
         .to_string();
     assert!(error.contains("was measured of another parent with"), "{error}");
+}
+
+#[test]
+fn with_an_imported_table_memory_that_leaves_the_context_out_is_reported_and_not_called_met() {
+    let job = importing(r#"{"latency": "75%", "memory": "99%"}"#, table());
+    let mut world = World {
+        without_context: true,
+        ..World::default()
+    };
+    let outcome = world.run(&job).unwrap();
+    let inside = |metric: Metric| {
+        let mut limits = outcome.limits.iter();
+        limits.any(|limit| limit.metric == metric && limit.verified.inside)
+    };
+    assert!(inside(Metric::Latency) && !inside(Metric::Memory));
+    assert!(outcome.notes.iter().any(|note| note.contains("noisy and says little")));
 }
 
 #[test]
