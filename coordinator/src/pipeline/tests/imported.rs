@@ -141,7 +141,12 @@ fn with_an_imported_table_memory_that_leaves_the_context_out_is_reported_and_not
         limits.any(|limit| limit.metric == metric && limit.verified.inside)
     };
     assert!(inside(Metric::Latency) && !inside(Metric::Memory));
-    assert!(outcome.notes.iter().any(|note| note.contains("noisy and says little")));
+    assert!(
+        outcome
+            .notes
+            .iter()
+            .any(|note| note.contains("noisy and says little"))
+    );
 }
 
 #[test]
