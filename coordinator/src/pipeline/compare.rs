@@ -11,8 +11,8 @@
 use espalier_proto::task::MeasuredPair;
 use espalier_search::{Corrections, Figures, Limit, Measurement, Metric, Prediction, WholeParent};
 
+use super::MOST_MISPREDICTION;
 use super::outcome::Reading;
-use super::{MOST_MISPREDICTION, Stage};
 
 /// Reads one metric of a measured pair. None when the metric has no figure.
 pub(super) fn reading(
@@ -53,7 +53,7 @@ pub(super) fn pace(metric: Metric, pair: &MeasuredPair, profiled: &WholeParent) 
 }
 
 /// What a check measured outside of a limit, or far from its prediction, in words.
-pub(super) fn missed(stage: Stage, readings: &[(Metric, Reading)]) -> String {
+pub(super) fn missed(readings: &[(Metric, Reading)]) -> String {
     let wrong = readings
         .iter()
         .filter(|(_, reading)| !reading.inside || reading.error.abs() > MOST_MISPREDICTION);
@@ -65,7 +65,7 @@ pub(super) fn missed(stage: Stage, readings: &[(Metric, Reading)]) -> String {
             metric.display(reading.limit)
         )
     });
-    format!("{stage}: {}", each.collect::<Vec<_>>().join(", "))
+    each.collect::<Vec<_>>().join(", ")
 }
 
 /// What the next prediction has to be multiplied by, so that it would have met this measurement, had the machine been as

@@ -237,6 +237,7 @@ impl<'a> Tail<'a> {
             stage: Stage::Export,
             tasks: vec![task("export", TaskSpec::Export(export))],
             decision: Some(Decision::Winner(winner)),
+            reason: None,
         })
     }
 

@@ -122,10 +122,10 @@ impl<'a> Fit<'a> {
         parent: &ParentRef,
         plan: &mut Plan,
     ) -> Result<Option<Accepted<'a>>, PlanError> {
-        let (chosen, round) = match self.standing(strategy)? {
+        let (chosen, round, notes) = match self.standing(strategy)? {
             Standing::Accepted(choice) => return Ok(Some(*choice)),
             Standing::Waiting => return Ok(None),
-            Standing::Repeat { chosen, round } => (Some(chosen.clone()), round),
+            Standing::Repeat { chosen, round, notes } => (Some(chosen.clone()), round, notes),
             Standing::Choose {
                 learnt,
                 round,
@@ -140,12 +140,13 @@ impl<'a> Fit<'a> {
                     (Err(reason @ (PlanError::Impossible(_) | PlanError::NoUniform)), Some(last)) => {
                         return Ok(Some(last.stands(round - 1, notes, &reason)));
                     }
-                    (chosen, _) => (chosen?, round),
+                    (chosen, _) => (chosen?, round, notes),
                 }
             }
         };
         if let Some(chosen) = chosen {
-            plan.stages.push(self.check(chosen, round)?);
+            plan.stages
+                .push(self.check(chosen, round, notes.last().cloned())?);
         }
         Ok(None)
     }
@@ -283,6 +284,7 @@ impl<'a> Fit<'a> {
             stage: Stage::Rank { round },
             tasks: vec![task("rank", TaskSpec::Rank(rank))],
             decision: Some(Decision::Grid(points)),
+            reason: None,
         });
         Ok(None)
     }
@@ -331,7 +333,7 @@ impl<'a> Fit<'a> {
         Ok(None)
     }
 
-    fn check(&self, chosen: Chosen, round: u32) -> Result<PlannedStage, PlanError> {
+    fn check(&self, chosen: Chosen, round: u32, reason: Option<String>) -> Result<PlannedStage, PlanError> {
         let check = Check {
             parent: self.architecture().clone(),
             architecture: self.architecture().with_candidate(&chosen.candidate)?,
@@ -347,6 +349,7 @@ impl<'a> Fit<'a> {
             },
             tasks: vec![task("check", TaskSpec::Check(check))],
             decision: Some(Decision::Chosen(Box::new(chosen))),
+            reason,
         })
     }
 }

@@ -201,6 +201,9 @@ pub struct PlannedStage {
     pub tasks: Vec<PlannedTask>,
     /// What was decided to make it ready; to be kept, and given back in [`StageResult::decision`].
     pub decision: Option<Decision>,
+    /// What made it necessary, where that is news: what the check before it found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
 }
 
 /// One task of a planned stage.

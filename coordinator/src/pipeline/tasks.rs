@@ -106,6 +106,7 @@ pub(super) fn offer(
             stage,
             tasks: tasks()?,
             decision: None,
+            reason: None,
         });
     }
     Ok(())

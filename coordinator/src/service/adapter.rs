@@ -307,7 +307,7 @@ fn stage_plan(planned: &PlannedStage, place: &Place, weights: Weights) -> Result
         name: planned.stage.to_string(),
         kind: planned.stage.kind().to_owned(),
         decision: planned.decision.as_ref().map(write).transpose()?,
-        note: planned.decision.as_ref().map(describe).unwrap_or_default(),
+        note: note(planned),
         in_output: planned.tasks.iter().any(|task| writes_output(&task.spec)),
         tasks: tasks.collect::<Result<_, String>>()?,
     })
@@ -316,6 +316,14 @@ fn stage_plan(planned: &PlannedStage, place: &Place, weights: Weights) -> Result
 /// Whether the task's product grows where the outcome will be, and so goes with a failed job.
 fn writes_output(spec: &TaskSpec) -> bool {
     matches!(spec, TaskSpec::Export(_))
+}
+
+fn note(planned: &PlannedStage) -> String {
+    let decided = planned.decision.as_ref().map(describe).unwrap_or_default();
+    match &planned.reason {
+        Some(reason) => format!("{decided}; {reason}"),
+        None => decided,
+    }
 }
 
 fn describe(decision: &Decision) -> String {

@@ -28,6 +28,7 @@ pub(super) enum Standing<'a> {
     Repeat {
         chosen: &'a Chosen,
         round: u32,
+        notes: Vec<String>,
     },
 }
 
@@ -108,7 +109,7 @@ impl<'a> Fit<'a> {
             let stage = Stage::Check { strategy, round };
             if !self.context.results.planned(stage) {
                 return Ok(match self.last_chosen(strategy, round) {
-                    Some(chosen) if noisy > 0 => Standing::Repeat { chosen, round },
+                    Some(chosen) if noisy > 0 => Standing::Repeat { chosen, round, notes },
                     _ => Standing::Choose {
                         learnt,
                         round,
@@ -148,7 +149,8 @@ impl<'a> Fit<'a> {
                     notes,
                 })));
             }
-            misses.push(missed(stage, &readings));
+            let figures = missed(&readings);
+            misses.push(format!("{stage}: {figures}"));
             if inside {
                 last = Some(Last { stage, chosen, pair });
             }
@@ -162,7 +164,7 @@ impl<'a> Fit<'a> {
                 "missed a limit"
             };
             notes.push(format!(
-                "the choice of {stage} {what}; the cost table was corrected{}",
+                "the choice of {stage} {what} ({figures}); the cost table was corrected{}",
                 self.choice_after(chosen, strategy, round)
             ));
         }

@@ -110,6 +110,27 @@ fn a_plan_for_the_jobs_own_limits_is_the_choice_that_its_checks_accepted() {
 }
 
 #[test]
+fn the_check_after_one_that_missed_says_what_that_one_found() {
+    let spec = spec(r#"{"latency": "75%"}"#, r#"["heterogeneous"]"#);
+    let results = until(&mut biased(), &spec, CHECK);
+    let planned = plan(&spec, &results).unwrap();
+    let reasons: Vec<String> = planned
+        .stages
+        .into_iter()
+        .filter_map(|stage| stage.reason)
+        .collect();
+    let [reason] = &reasons[..] else {
+        panic!("{reasons:?}")
+    };
+    let found = "the choice of check-heterogeneous-1 missed a limit (latency was ";
+    assert!(reason.starts_with(found), "{reason}");
+    assert!(
+        reason.contains(", predicted ") && reason.contains(", the limit "),
+        "{reason}"
+    );
+}
+
+#[test]
 fn findings_of_an_older_version_are_read_and_what_taught_nothing_is_not_written() {
     let outcome = biased().run(&spec(r#"{"latency": "75%"}"#, BOTH)).unwrap();
     assert!(!outcome.corrections.are_none());
