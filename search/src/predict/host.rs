@@ -6,6 +6,9 @@
 //! > max(Σ device + alone, floor + n · block)
 //!
 //! by the clock. Both sides are sums over blocks and a base, so that limits stay linear (`cone`).
+//!
+//! A step that a prompt joins costs the host what the prompt's own step does, whose launches no recorded graph saves, and
+//! what the sequences that decode in it add over a single one. Which steps those are is `model`'s to say.
 
 use super::model::CostModel;
 use super::rows::Load;
