@@ -25,19 +25,23 @@ fn known() -> Known {
     Known::new(small(), scores)
 }
 
-fn ask(limits: &str, change: impl Fn(&mut Target<'_>)) -> Result<Answer> {
-    let (workload, table) = prompts();
-    let limits: Limits = serde_json::from_str(limits).unwrap();
-    let mut target = Target {
-        table: &table,
+fn target<'a>(table: &'a CostTable, limits: &'a Limits, workload: Workload) -> Target<'a> {
+    Target {
+        table,
         memory: f32(),
         whole: None,
         workload,
-        limits: &limits,
+        limits,
         extrapolate: false,
         corrections: Corrections::default(),
         disturbed: false,
-    };
+    }
+}
+
+fn ask(limits: &str, change: impl Fn(&mut Target<'_>)) -> Result<Answer> {
+    let (workload, table) = prompts();
+    let limits: Limits = serde_json::from_str(limits).unwrap();
+    let mut target = target(&table, &limits, workload);
     change(&mut target);
     answer(&known(), &target, 8, &Options::default())
 }
@@ -96,16 +100,7 @@ fn variants_without_a_time_are_left_out_and_counted() {
         .rows
         .retain(|row| row.subject != crate::Subject::Block(crate::fixtures::attention(1)));
     let limits: Limits = serde_json::from_str(r#"{"latency": "23ms"}"#).unwrap();
-    let target = Target {
-        table: &table,
-        memory: f32(),
-        whole: None,
-        workload,
-        limits: &limits,
-        extrapolate: false,
-        corrections: Corrections::default(),
-        disturbed: false,
-    };
+    let target = target(&table, &limits, workload);
     let answer = answer(&known(), &target, 0, &Options::default()).unwrap();
     assert_eq!(answer.unpriced, 3);
     assert!(
