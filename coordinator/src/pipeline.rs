@@ -38,8 +38,8 @@ pub use stage::{
 
 use crate::spec::JobSpec;
 
-/// Where a limit is timed, a measurement counts only when the time of one model, the parent where it has
-/// room, drifted less than this within it.
+/// Where a limit is timed, and the candidate is not clearly on one side of it, a measurement counts only when the time of one
+/// model, the parent where it has room, drifted less than this within it.
 pub const MOST_DRIFT: f64 = 0.05;
 /// The share of times taken while others used the processors above which a measurement does not count.
 pub const MOST_DISTURBED: f64 = 0.5;

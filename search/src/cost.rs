@@ -140,10 +140,8 @@ pub struct CostRow {
 }
 
 impl CostRow {
-    /// Standard error of the median, milliseconds. For a normal distribution σ is 1.4826 of the median absolute deviation,
-    /// and the median of n has a standard error of √(π/2)·σ/√n.
+    /// Standard error of the median, milliseconds.
     pub fn error_ms(&self) -> f64 {
-        const ERROR_OF_MEDIAN: f64 = 1.4826 * 1.253_314_137_315_5;
         #[allow(clippy::cast_precision_loss)] // a handful of repeats
         let repeats = self.repeats.max(1) as f64;
         ERROR_OF_MEDIAN * self.spread_ms / repeats.sqrt()

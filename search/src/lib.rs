@@ -22,6 +22,7 @@ mod score;
 pub mod shapes;
 pub mod solver;
 mod space;
+pub mod statistics;
 pub mod uniform;
 mod workload;
 

@@ -4,7 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::Workload;
+use crate::statistics::{median, spread};
+use crate::{Metric, Workload};
 
 /// A model measured whole, and under which workload.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -105,6 +106,30 @@ pub struct Measurement {
     pub throughput_tokens_per_second: Summary,
     /// Peak bytes of weights, state and activations.
     pub memory_bytes: u64,
+}
+
+impl Summary {
+    /// That of repeats, in the order taken.
+    pub fn of(samples: Vec<f64>) -> Self {
+        Self {
+            median: median(&samples),
+            spread: spread(&samples),
+            samples,
+        }
+    }
+}
+
+impl Measurement {
+    /// What was measured of a metric; none of what is not timed.
+    pub fn timed(&self, metric: Metric) -> Option<&Summary> {
+        match metric {
+            Metric::Latency => Some(&self.latency_ms),
+            Metric::FirstToken => Some(&self.first_token_ms),
+            Metric::PerToken => Some(&self.per_token_ms),
+            Metric::Throughput => Some(&self.throughput_tokens_per_second),
+            Metric::Memory | Metric::BlockParameters => None,
+        }
+    }
 }
 
 #[cfg(test)]

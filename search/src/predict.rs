@@ -26,6 +26,7 @@
 //! quadrature.
 
 mod cone;
+mod corrections;
 mod host;
 mod model;
 mod priced;
@@ -38,7 +39,8 @@ mod timed;
 
 pub(crate) use cone::{Cone, Coordinate, Priced, Share};
 pub(crate) use model::Prices;
-pub use model::{Corrections, CostModel, Costs, Prediction, parameters};
+pub use corrections::Corrections;
+pub use model::{CostModel, Costs, Prediction, parameters};
 pub(crate) use priced::priced;
 
 use crate::{Error, Point, Result, Workload};

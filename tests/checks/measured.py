@@ -6,6 +6,7 @@ Not run by itself. Of the environment that has vLLM and the plugin.
 import contextlib
 import json
 import random
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,38 @@ def block_bytes(config, tokens, precision):
     else:
         widths = [b["num_key_value_heads"] * b["head_dim"] for b in blocks if b["type"] == "attention"]
     return tokens * sum(2 * {"f32": 4, "bf16": 2}[precision] * width for width in widths)
+
+
+def planned_shapes(program, parent, table):
+    """What `espalier plan --shapes` finds in a table."""
+    command = [program, "plan", parent, "--shapes", "--table", table, "-o", "json"]
+    [shapes] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return shapes
+
+
+def kinds(shape):
+    """How many blocks of attention and how many MLPs a planned shape has."""
+    attention = sum("attention" in block for block in shape["blocks"])
+    return attention, len(shape["blocks"]) - attention
+
+
+def counted(config, shape):
+    """Every parameter of a planned shape, by the shapes alone."""
+    hidden = config["hidden_size"]
+    tables = 1 if config["tie_word_embeddings"] else 2
+    total = tables * config["vocab_size"] * hidden + hidden
+    for block in shape["blocks"]:
+        if "attention" in block:
+            one = block["attention"]
+            heads = one["kv_groups"] * (2 * one["queries_per_group"] + 2)
+            total += hidden * heads * one["head_dim"] + hidden
+        else:
+            total += 3 * hidden * block["mlp"]["channels"] + hidden
+    return total
+
+
+def quartiles(times):
+    return statistics.quantiles(times, n=4, method="inclusive")
 
 
 @contextlib.contextmanager

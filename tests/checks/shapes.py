@@ -13,7 +13,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from measured import ROOT, Figures, block_bytes, entry, flat, vllm_helper
+from measured import (
+    ROOT,
+    Figures,
+    block_bytes,
+    counted,
+    entry,
+    flat,
+    kinds,
+    planned_shapes,
+    quartiles,
+    vllm_helper,
+)
 
 from client import Refused
 
@@ -44,36 +55,10 @@ def profiled(given):
     return given.output / "profile" / "cost-table.json"
 
 
-def planned(given, table):
-    command = [given.program, "plan", given.parent, "--shapes", "--table", table, "-o", "json"]
-    [shapes] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    return shapes
-
-
-def kinds(shape):
-    attention = sum("attention" in block for block in shape["blocks"])
-    return attention, len(shape["blocks"]) - attention
-
-
 def told(shape):
     attention, mlp = kinds(shape)
     predicted = shape["prediction"]["figures"]["latency_ms"]
     return f"{attention} attention + {mlp} MLP, {shape['parameters']:,} parameters, predicted {predicted:.1f} ms"
-
-
-def counted(config, shape):
-    """Every parameter, by the shapes alone."""
-    hidden = config["hidden_size"]
-    tables = 1 if config["tie_word_embeddings"] else 2
-    total = tables * config["vocab_size"] * hidden + hidden
-    for block in shape["blocks"]:
-        if "attention" in block:
-            one = block["attention"]
-            heads = one["kv_groups"] * (2 * one["queries_per_group"] + 2)
-            total += hidden * heads * one["head_dim"] + hidden
-        else:
-            total += 3 * hidden * block["mlp"]["channels"] + hidden
-    return total
 
 
 def opened(helper, name, config):
@@ -109,10 +94,6 @@ def served(given, config, shapes):
                 if turn > 0:
                     times[number].append(statistics.median(answer["end_to_end_ms"]))
     return times
-
-
-def quartiles(times):
-    return statistics.quantiles(times, n=4, method="inclusive")
 
 
 def measured(times):
@@ -168,7 +149,7 @@ def check_latency(figures, pairs, times):
 
 def check(figures, given):
     config = json.loads((given.parent / "config.json").read_text())
-    shapes = planned(given, given.table or profiled(given))
+    shapes = planned_shapes(given.program, given.parent, given.table or profiled(given))
     sized = sorted(shapes["equal_parameters"], key=lambda pair: -pair["ratio"])[:1]
     timed = sorted(shapes["equal_latency"], key=lambda pair: -pair["ratio"])[:TRIED]
     check_found(figures, config, sized, "equal parameters", LEAST_SLOWER)

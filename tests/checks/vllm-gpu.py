@@ -13,7 +13,22 @@ import statistics
 import sys
 from pathlib import Path
 
-from measured import ROOT, Figures, block_bytes, candidates, check_limit, flat, rows, run, vllm_helper
+from measured import (
+    ROOT,
+    Figures,
+    block_bytes,
+    candidates,
+    check_limit,
+    counted,
+    entry,
+    flat,
+    kinds,
+    planned_shapes,
+    quartiles,
+    rows,
+    run,
+    vllm_helper,
+)
 
 SPEC = """
 parent: {parent}
@@ -34,6 +49,8 @@ LARGE = {"hidden": 2048, "layers": 16, "channels": 8192, "heads": 32, "kv_heads"
 REHEARSED = {"hidden": 192, "layers": 4, "channels": 512, "heads": 6, "kv_heads": 3, "head": 32, "vocabulary": 1024}
 NORMS = ("input_layernorm", "post_attention_layernorm")
 MOST_OF_DEVICE = 0.03
+# Of equally many parameters, the slower model against the faster.
+LEAST_SLOWER = 1.35
 # A head is read from memory at each step, and no GPU reads faster than this: what a time of less has left out.
 FASTEST_BYTES_PER_SECOND = 10e12
 # Steps of decoding that are timed together, and room for those that look at the device.
@@ -132,7 +149,8 @@ def large(figures, setting, given):
     if not parent.exists():
         write_parent(parent, sizes)
     counts = [sizes["kv_heads"], max(1, sizes["kv_heads"] // 4)]
-    search = f"mlp_grid: {sizes['channels'] // 2}, kv_groups: {counts}"
+    # Fine enough for models of many small blocks beside few large ones.
+    search = f"mlp_grid: {sizes['channels'] // 4}, kv_groups: {counts}"
     spec = setting.spec(parent, setting.workload, {"throughput": "115% at 90%"}, search, 0)
     status, report = run(given.program, given.output, "large", spec, "--device", setting.device)
     check_limit(figures, "throughput", status, report)
@@ -142,7 +160,37 @@ def large(figures, setting, given):
         return
     known = rows(json.loads(table.read_text()))
     check_head(figures, setting, known, sizes)
-    check_unseen(figures, setting, known, json.loads((parent / "config.json").read_text()), given)
+    config = json.loads((parent / "config.json").read_text())
+    shapes = sorted(name for name in known if name.startswith("{"))
+    pair = equal_parameters(known, planned_shapes(given.program, parent, table), setting.workload)
+    # The parent comes first: what it is off by is the pace of the device, which all share.
+    unseen = [parent_of(shapes, config["num_hidden_layers"])]
+    unseen += candidates(shapes, config["num_hidden_layers"], given.candidates)
+    times = timed(setting, config, unseen + [blocks_of(shape) for shape in pair], given)
+    for point in points_of(setting.workload):
+        check_point(figures, setting, known, unseen, point, times)
+    check_equal_parameters(figures, setting, config, pair, times[len(unseen) :])
+
+
+def blocks_of(shape):
+    """A planned shape's blocks as JSON of a flat config's entries."""
+    return [json.dumps(entry(block)) for block in shape["blocks"]]
+
+
+def alone(workload):
+    """The point that tells most of a shape: a step for one sequence."""
+    return "decode", workload["prompt_tokens"], 1
+
+
+def equal_parameters(known, shapes, workload):
+    """Of the plan's pairs with equally many parameters the one farthest apart by the device's own time, the faster first."""
+    point = alone(workload)
+
+    def device(shape):
+        return known["base"][point] + sum(known[block][point] for block in blocks_of(shape))
+
+    pairs = [sorted((pair["less"], pair["more"]), key=device) for pair in shapes["equal_parameters"]]
+    return max(pairs, key=lambda pair: device(pair[1]) / device(pair[0]), default=[])
 
 
 def check_head(figures, setting, known, sizes):
@@ -167,19 +215,13 @@ def points_of(workload):
     ]
 
 
-def check_unseen(figures, setting, known, config, given):
-    shapes = sorted(name for name in known if name.startswith("{"))
-    # The parent comes first: what it is off by is the pace of the device, which all share.
-    wanted = [parent_of(shapes, config["num_hidden_layers"])]
-    wanted += candidates(shapes, config["num_hidden_layers"], given.candidates)
-    points = points_of(setting.workload)
+def timed(setting, config, wanted, given):
+    """What [`time_all`] finds of models of these blocks, all open in one process."""
     with open(given.output / "helper.log", "wb") as log, vllm_helper(log) as helper:
         for number, blocks in enumerate(wanted):
             open_candidate(helper, setting, f"c{number}", flat(config, blocks, setting.precision))
             print(f"opened {number + 1} of {len(wanted)}", flush=True)
-        times = time_all(helper, len(wanted), points, given.rounds)
-    for point in points:
-        check_point(figures, setting, known, wanted, point, times)
+        return time_all(helper, len(wanted), points_of(setting.workload), given.rounds)
 
 
 def parent_of(shapes, layers):
@@ -210,44 +252,69 @@ def open_candidate(helper, setting, name, config):
 
 
 def time_all(helper, count, points, rounds):
-    """Medians of each round by candidate and point: the device's own and the clock's."""
-    found = {}
+    """Milliseconds of every step, the models in turns: for each model by point and clock, the device's own or the wall's."""
+    found = [{} for _ in range(count)]
     for _ in range(rounds):
-        for number in range(count):
+        for number, times in enumerate(found):
             for kind, length, sequences in points:
                 point = {kind: {"context" if kind == "decode" else "tokens": length, "sequences": sequences}}
                 answer = helper.ask("steps", timeout=600, engine=f"c{number}", point=point, repeats=REPEATS)
                 for clock in ("device_ms", "wall_ms"):
-                    if answer[clock] is not None:
-                        place = number, (kind, length, sequences), clock
-                        found.setdefault(place, []).append(statistics.median(answer[clock]))
-    return {place: statistics.median(values) for place, values in found.items()}
+                    times.setdefault(((kind, length, sequences), clock), []).extend(answer[clock] or [])
+    return found
 
 
 def check_point(figures, setting, known, wanted, point, times):
-    """Predicted against measured at one point: the device's own time, and the clock's by the host's law."""
+    """Predicted against measured at one point: the device's own time, and the clock's by the host's law. The device's pace
+    moves between the profile and now, and with what is open beside: by so much as the parent is off its own prediction.
+    """
     clock = "wall_ms" if setting.rehearsal else "device_ms"
     host = [known.get(name, {}).get(point, 0.0) for name in ("host_floor", "host_block", "host_alone")]
-    errors, walls = [], []
-    for number, blocks in enumerate(wanted):
+    pace, errors, walls = 1.0, [], []
+    for number, (blocks, own) in enumerate(zip(wanted, times)):
         predicted = known["base"][point] + sum(known[block][point] for block in blocks)
-        measured = times[number, point, clock]
+        measured, by_clock = (statistics.median(own[point, which]) for which in (clock, "wall_ms"))
+        if number == 0:
+            pace = measured / predicted
         wall = max(predicted + host[2], host[0] + host[1] * len(blocks))
         if number > 0:
-            errors.append(abs(predicted / measured - 1))
-            walls.append(abs(wall / times[number, point, "wall_ms"] - 1))
+            errors.append(abs(pace * predicted / measured - 1))
+            walls.append(abs(wall / by_clock - 1))
         who = f"candidate {number}" if number > 0 else "the parent"
         print(
             f"      {point}, {who}, {len(blocks)} blocks: predicted {predicted:.4f} ms, measured "
-            f"{measured:.4f} ms ({predicted / measured - 1:+.1%}); by the clock {wall:.3f} and "
-            f"{times[number, point, 'wall_ms']:.3f} ms"
+            f"{measured:.4f} ms ({predicted / measured - 1:+.1%}, at the parent's pace {pace * predicted / measured - 1:+.1%}); "
+            f"by the clock {wall:.3f} and {by_clock:.3f} ms"
         )
     told = f"host: {host[0]:.3f} ms, {1e3 * host[1]:.1f} us a block, {host[2]:.3f} ms that the device waits"
     figures.add(
-        f"{point}: {len(errors)} candidates never measured as a whole: error of the device's time {max(errors):.1%} at "
-        f"worst (at most {MOST_OF_DEVICE:.0%}), {statistics.median(errors):.1%} in the middle; by the clock "
+        f"{point}: {len(errors)} candidates never measured as a whole: error of the device's time, at the "
+        f"parent's pace ({pace - 1:+.1%}), {max(errors):.1%} at worst (at most {MOST_OF_DEVICE:.0%}), "
+        f"{statistics.median(errors):.1%} in the middle; by the clock "
         f"{statistics.median(walls):.1%} in the middle ({told})",
         max(errors) <= MOST_OF_DEVICE or setting.rehearsal,
+    )
+
+
+def check_equal_parameters(figures, setting, config, pair, times):
+    """Two models of equally many parameters, each with at least half of the parent's blocks of each kind."""
+    if not pair:
+        figures.add("the plan finds a pair of equally many parameters", False)
+        return
+    clock = "wall_ms" if setting.rehearsal else "device_ms"
+    faster, slower = (quartiles(own[alone(setting.workload), clock]) for own in times)
+    ratio = slower[1] / faster[1]
+    fewer, more = sorted(counted(config, shape) for shape in pair)
+    half = all(2 * count >= config["num_hidden_layers"] for shape in pair for count in kinds(shape))
+    told = [
+        f"{'{} attention + {} MLP'.format(*kinds(shape))}, {1e3 * middle:.0f} us (quartiles {1e3 * low:.0f} to {1e3 * high:.0f})"
+        for shape, (low, middle, high) in zip(pair, (faster, slower))
+    ]
+    holds = ratio >= LEAST_SLOWER and faster[2] < slower[0] and half and more / fewer < 1.001
+    figures.add(
+        f"{fewer:,} and {more:,} parameters: a step for one sequence takes {told[0]}, or {told[1]}: {ratio:.2f} times as "
+        f"long (at least {LEAST_SLOWER})",
+        holds or setting.rehearsal,
     )
 
 

@@ -2,15 +2,13 @@
 //!
 //! [`Engine`] is what stages that measure ask of one. [`builtin`] is our own, and [`stacks`] prices single block shapes
 //! on it; [`vllm`] is vLLM in a process of the user's own Python. [`pair`] measures two models in alternation on any of
-//! them. [`quiet`] throws away what was timed while the process did not run as it should. Statistics of repeats live in
-//! [`statistics`].
+//! them. [`quiet`] throws away what was timed while the process did not run as it should.
 
 pub mod builtin;
 mod fit;
 pub mod pair;
 pub mod quiet;
 pub mod stacks;
-pub mod statistics;
 pub mod vllm;
 
 use std::fmt::{self, Debug};
@@ -18,10 +16,10 @@ use std::path::Path;
 
 use espalier_arch::Architecture;
 use espalier_proto::task::{ParentRef, Profile, Profiled, Serving};
-use espalier_search::{CostKey, Measurement, Shortage, Workload};
+use espalier_search::statistics::{drift, relative_error, relative_error_against};
+use espalier_search::{CostKey, Measurement, Shortage, Summary, Workload};
 
 use crate::Result;
-use statistics::{drift, summary};
 
 /// Measures models.
 pub trait Engine {
@@ -177,13 +175,28 @@ impl Series {
 
     /// How far the latency drifted over the runs.
     pub fn drift(&self) -> f64 {
-        let latencies = self.samples.iter().map(|sample| sample.latency);
-        drift(&latencies.collect::<Vec<_>>())
+        drift(&self.each(|sample| sample.latency))
+    }
+
+    /// Standard error of the latency's or the throughput's median, whichever is larger, as a share of it.
+    pub fn error(&self) -> f64 {
+        let error = |figure| relative_error(&self.each(figure));
+        error(|sample| sample.latency).max(error(|sample| sample.throughput))
+    }
+
+    /// The same of what they are of those of `other`, whose runs were had in turns with these.
+    pub fn error_against(&self, other: &Self) -> f64 {
+        let error = |figure| relative_error_against(&self.each(figure), &other.each(figure));
+        error(|sample| sample.latency).max(error(|sample| sample.throughput))
+    }
+
+    fn each(&self, figure: fn(&Sample) -> f64) -> Vec<f64> {
+        self.samples.iter().map(figure).collect()
     }
 
     /// What the runs say, of a model that takes so many bytes.
     pub fn measurement(&self, memory_bytes: u64) -> Measurement {
-        let each = |figure: &dyn Fn(&Sample) -> f64| summary(self.samples.iter().map(figure).collect());
+        let each = |figure: &dyn Fn(&Sample) -> f64| Summary::of(self.samples.iter().map(figure).collect());
         let steps = lossless(self.workload.output_tokens.saturating_sub(1).max(1));
         Measurement {
             latency_ms: each(&|sample| sample.latency),

@@ -33,7 +33,7 @@ pub(super) fn reading(
     let hidden = metric == Metric::Memory && pair.without_context;
     Some(Reading {
         value,
-        spread: spread(&pair.candidate, metric),
+        spread: pair.candidate.timed(metric).map_or(0.0, |summary| summary.spread),
         parent: now.get(metric),
         limit: absolute.value,
         predicted,
@@ -107,14 +107,4 @@ pub(super) fn corrections(
 fn ratio(a: f64, b: f64) -> f64 {
     let is_time = |value: f64| value > 0.0 && value.is_finite();
     if is_time(a) && is_time(b) { a / b } else { 1.0 }
-}
-
-fn spread(measurement: &Measurement, metric: Metric) -> f64 {
-    match metric {
-        Metric::Latency => measurement.latency_ms.spread,
-        Metric::FirstToken => measurement.first_token_ms.spread,
-        Metric::PerToken => measurement.per_token_ms.spread,
-        Metric::Throughput => measurement.throughput_tokens_per_second.spread,
-        Metric::Memory | Metric::BlockParameters => 0.0,
-    }
 }

@@ -2,13 +2,19 @@
 
 use espalier_arch::{Architecture, Storage};
 use espalier_proto::task::{Ingested, MeasuredPair, ParentRef, Profiled, TaskOutput};
+use espalier_search::statistics::{relative_error, relative_error_against};
 use espalier_search::{
-    AbsoluteLimit, Corrections, CostModel, CostTable, Figures, Limit, MemoryModel, Metric, Score, Shortage,
+    AbsoluteLimit, Bound, Corrections, CostModel, CostTable, Figures, Limit, MemoryModel, Metric, Score, Shortage,
     Space, Whole, Workload, parameters,
 };
 
 use super::{MOST_DISTURBED, MOST_DRIFT, PlanError, Results, Stage};
 use crate::spec::{CostTableFile, CostTableSource, JobSpec, KvGroups, Strategy};
+
+/// Standard errors by which a value has to be off a limit to be clearly on one side of it.
+const DOUBT: f64 = 2.0;
+/// Fewer repeats say nothing of how they scatter.
+const LEAST_REPEATS: usize = 4;
 
 /// The spec and the results, with the ways to read them.
 #[derive(Clone, Copy)]
@@ -200,24 +206,24 @@ impl<'a> Context<'a> {
         self.noise(pair).is_some()
     }
 
-    /// Why this measurement cannot say whether the limits are met: what is timed needs a quiet machine, and memory one whose
-    /// context could be told from what others hold. Parameters are counted: where nothing else is limited, any will do.
+    /// Why this measurement cannot say whether the limits are met: what is timed needs a quiet machine, or a candidate that is
+    /// clearly on one side; and memory one whose context could be told from what others hold. Parameters are counted: where
+    /// nothing else is limited, any will do.
     pub(super) fn noise(&self, pair: &MeasuredPair) -> Option<String> {
-        let limited = |is: fn(Metric) -> bool| {
-            let mut limits = self.spec.target.limits.iter();
-            limits.any(|limit| is(limit.metric))
-        };
-        if times_scatter(pair) && limited(Metric::is_timed) {
+        let mut limits = self.spec.target.limits.iter();
+        if limits.any(|limit| is_hidden_by_noise(&limit, pair)) {
             return Some(format!(
-                "one model's own time drifted by {:.1}% within a measurement, at most {:.0}% allowed, and {:.0}% of the \
-                 times were taken while others used the processors, at most {:.0}% allowed; run on a quieter machine",
+                "one model's own time drifted by {:.1}% within a measurement, at most {:.0}% allowed where it is so near to \
+                 a limit, and {:.0}% of the times were taken while others used the processors, at most {:.0}% allowed; run \
+                 on a quieter machine",
                 pair.drift * 100.0,
                 MOST_DRIFT * 100.0,
                 pair.disturbed * 100.0,
                 MOST_DISTURBED * 100.0
             ));
         }
-        (pair.without_context && limited(|metric| metric == Metric::Memory)).then(|| {
+        let mut limits = self.spec.target.limits.iter();
+        (pair.without_context && limits.any(|limit| limit.metric == Metric::Memory)).then(|| {
             "others held memory of the device, so that nobody knows what its context takes beside what was counted of the \
              model; run while nobody else has memory of it"
                 .to_owned()
@@ -279,9 +285,30 @@ impl<'a> Context<'a> {
     }
 }
 
-/// Whether the machine was too busy for this measurement's times to say anything.
-pub(super) fn times_scatter(pair: &MeasuredPair) -> bool {
-    pair.drift > MOST_DRIFT || pair.disturbed > MOST_DISTURBED
+/// Whether the machine was too busy for this measurement to say whether the limit is met.
+pub(super) fn is_hidden_by_noise(limit: &Limit, pair: &MeasuredPair) -> bool {
+    let drifted = || pair.drift > MOST_DRIFT && !is_clear(limit, pair);
+    limit.metric.is_timed() && (pair.disturbed > MOST_DISTURBED || drifted())
+}
+
+/// Whether what was measured is farther from the limit than its scatter and the machine's change of pace explain. A share
+/// of the parent beside it knows no pace: that went by for both.
+fn is_clear(limit: &Limit, pair: &MeasuredPair) -> bool {
+    let beside = Figures::of_parent(&pair.parent, 0);
+    let (Ok(bound), Some(own)) = (limit.resolve(&beside), pair.candidate.timed(limit.metric)) else {
+        return false;
+    };
+    if own.samples.len() < LEAST_REPEATS {
+        return false;
+    }
+    let parent = pair.parent.measured().and_then(|parent| parent.timed(limit.metric));
+    let doubt = match (limit.bound, parent) {
+        (Bound::ShareOfParent(_), Some(parent)) => {
+            DOUBT * relative_error_against(&own.samples, &parent.samples)
+        }
+        _ => (DOUBT * relative_error(&own.samples)).max(pair.drift),
+    };
+    (own.median / bound.value - 1.0).abs() > doubt
 }
 
 /// Parameters of the blocks.

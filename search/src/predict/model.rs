@@ -6,6 +6,7 @@ use espalier_arch::{Architecture, BlockShape};
 use serde::{Deserialize, Serialize};
 
 use super::cone::Priced;
+use super::corrections::Corrections;
 use super::host::Host;
 use super::rows::Load;
 use super::sampled::Sampled;
@@ -49,46 +50,6 @@ impl Costs {
     }
 }
 
-/// Factors by which times turned out larger than the table says, from checks of whole candidates. 1 at first.
-///
-/// In an engine that batches continuously a throughput is measured by itself, so it has a factor of its own, and the other
-/// two leave it alone.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Corrections {
-    /// Of the time to the first token.
-    pub first_token: f64,
-    /// Of every decode step.
-    pub decode: f64,
-    /// Of [`Costs::turnover_ms`], in an engine that batches continuously.
-    #[serde(default = "unchanged")]
-    pub turnover: f64,
-    /// Bytes beside those counted.
-    pub memory_bytes: f64,
-}
-
-fn unchanged() -> f64 {
-    1.0
-}
-
-impl Default for Corrections {
-    fn default() -> Self {
-        Self {
-            first_token: 1.0,
-            decode: 1.0,
-            turnover: unchanged(),
-            memory_bytes: 0.0,
-        }
-    }
-}
-
-impl Corrections {
-    /// Whether they change nothing.
-    pub fn are_none(&self) -> bool {
-        *self == Self::default()
-    }
-}
-
 /// What a candidate will cost, each figure with its standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -115,6 +76,8 @@ pub struct CostModel {
     pub(super) hidden: usize,
     memory: MemoryModel,
     other_memory_bytes: f64,
+    /// What the parent's own times, as measured whole, are of those predicted of it.
+    anchor: Corrections,
     corrections: Corrections,
     host: Option<Host>,
 }
@@ -149,8 +112,9 @@ impl<'a> Prices<'a> {
 }
 
 impl CostModel {
-    /// `memory` says how the engine stores weights and state. `measured` is the parent: what it needs beyond weights and
-    /// state is taken to stay, under other workloads too. Without it, only weights and state are counted, and what the
+    /// `memory` says how the engine stores weights and state. `measured` is the parent: its own times are met by what is
+    /// predicted of it, and all else scaled alike; and what it needs beyond weights and state is taken to stay, under other
+    /// workloads too. Without it, sums of the table's times stand, and only weights and state are counted, and what the
     /// engine needs by itself where the table says so.
     ///
     /// # Errors
@@ -162,6 +126,35 @@ impl CostModel {
         memory: MemoryModel,
         measured: Option<Whole<'_>>,
     ) -> Result<Self> {
+        let mut model = Self::of_rows(table, workload, parent, memory)?;
+        model.other_memory_bytes = match (measured, &table.memory) {
+            (Some(whole), _) => {
+                let counted = model.counted_bytes(parent, whole.workload)?;
+                (bytes(whole.measurement.memory_bytes) - counted).max(0.0)
+            }
+            (None, Some(engine)) => bytes(engine.overhead_bytes),
+            (None, None) => 0.0,
+        };
+        if let Some(whole) = measured {
+            let rows = Self::of_rows(table, whole.workload, parent, memory)?;
+            // A table without rows of that workload says nothing of the parent under it.
+            let predicted = rows.corrected(Corrections::default()).and_then(|model| model.predict(parent));
+            model.anchor = predicted.map_or_else(
+                |_| Corrections::default(),
+                |predicted| Corrections::between(&predicted.figures, whole.measurement),
+            );
+        }
+        model.host = model.told_host()?;
+        Ok(model)
+    }
+
+    /// By the table's times alone, without what they do not tell: the host's part and memory beside what is counted.
+    fn of_rows(
+        table: &CostTable,
+        workload: &Workload,
+        parent: &Architecture,
+        memory: MemoryModel,
+    ) -> Result<Self> {
         check(workload)?;
         if table.key.hidden != parent.hidden {
             return Err(Error::HiddenWidth {
@@ -169,7 +162,7 @@ impl CostModel {
                 model: parent.hidden,
             });
         }
-        let mut model = Self {
+        Ok(Self {
             times: Times::new(table)?,
             workload: *workload,
             running: workload.concurrency,
@@ -180,19 +173,10 @@ impl CostModel {
             // The built-in engine has no pages and keeps what lies behind a window: only its overhead is measured.
             memory: memory.paged(table.memory.as_ref().filter(|_| table.key.batches_continuously())),
             other_memory_bytes: 0.0,
+            anchor: Corrections::default(),
             corrections: Corrections::default(),
             host: None,
-        };
-        model.other_memory_bytes = match (measured, &table.memory) {
-            (Some(whole), _) => {
-                let counted = model.counted_bytes(parent, whole.workload)?;
-                (bytes(whole.measurement.memory_bytes) - counted).max(0.0)
-            }
-            (None, Some(engine)) => bytes(engine.overhead_bytes),
-            (None, None) => 0.0,
-        };
-        model.host = model.told_host()?;
-        Ok(model)
+        })
     }
 
     /// The same model with other corrections.
@@ -434,15 +418,15 @@ impl CostModel {
         let first = self.prefill_together(&time)?;
         let decode = self.decode_at(self.running, &time)?;
         let mut timed = Timed {
-            first: first.times(self.corrections.first_token),
-            decode: decode.times(self.corrections.decode),
+            first: first.times(self.anchor.first_token * self.corrections.first_token),
+            decode: decode.times(self.anchor.decode * self.corrections.decode),
             ..Timed::default()
         };
         if !self.batches_continuously {
             timed.steady = both(&timed.first, &timed.decode);
             return Ok(timed);
         }
-        let correction = self.corrections.turnover;
+        let correction = self.turnover_correction();
         let (courses, running) = (self.courses(), decode.times(correction));
         // Each request's prompt joins one of the steps that it shares, several the same one where there are fewer steps. To
         // a sequence that runs alone nothing joins.
@@ -528,7 +512,7 @@ impl CostModel {
     }
 
     pub(super) fn turnover_correction(&self) -> f64 {
-        self.corrections.turnover
+        self.anchor.turnover * self.corrections.turnover
     }
 
     /// See [`waits`].

@@ -124,11 +124,8 @@ fn a_skipped_block_costs_nothing_and_its_state_goes() {
 
 #[test]
 fn corrections_scale_times_and_the_parents_other_memory_stays() {
-    let summary = Summary {
-        median: 1.0,
-        spread: 0.0,
-        samples: vec![],
-    };
+    // Of times it says nothing.
+    let summary = Summary::of(Vec::new());
     let counted = f32().counted_bytes(&small(), &WORKLOAD);
     let measurement = Measurement {
         latency_ms: summary.clone(),
@@ -151,6 +148,47 @@ fn corrections_scale_times_and_the_parents_other_memory_stays() {
     // Requests that run together from start to end have the throughput of their latency.
     close(figures.throughput_tokens_per_second, 10_000.0 / 48.3);
     close(figures.memory_bytes, 200_007.0);
+}
+
+#[test]
+fn the_parents_own_times_are_met_and_all_else_is_scaled_alike() {
+    let summary = |median| Summary::of(vec![median]);
+    // 19.0 and 20.6 ms are the sums of the table's times.
+    let measurement = Measurement {
+        latency_ms: summary(38.0 + 41.2 / 4.0),
+        first_token_ms: summary(38.0),
+        per_token_ms: summary(2.575),
+        throughput_tokens_per_second: summary(100.0),
+        memory_bytes: 0,
+    };
+    let mut smaller = small();
+    smaller.blocks.truncate(2);
+    let factors = [2.0, 0.5];
+    for shape in [small(), smaller] {
+        let sums = model(None).predict(&shape).unwrap().figures;
+        let found = model(Some(&measurement)).predict(&shape).unwrap().figures;
+        let (first, each) = (sums.first_token_ms.unwrap(), sums.per_token_ms.unwrap());
+        close(found.first_token_ms, factors[0] * first);
+        close(found.per_token_ms, factors[1] * each);
+    }
+    // What is learnt later comes on top.
+    let corrected = model(Some(&measurement)).corrected(Corrections {
+        first_token: 3.0,
+        ..Corrections::default()
+    });
+    let corrected = corrected.unwrap().predict(&small()).unwrap().figures;
+    close(corrected.first_token_ms, 3.0 * 38.0);
+    // A throughput of its own has a factor of its own.
+    let mut continuous = times();
+    continuous.key.engine = "vllm".to_owned();
+    let whole = crate::Whole {
+        measurement: &measurement,
+        workload: &WORKLOAD,
+    };
+    let model = CostModel::new(&continuous, &WORKLOAD, &small(), f32(), Some(whole)).unwrap();
+    let figures = model.predict(&small()).unwrap().figures;
+    close(figures.throughput_tokens_per_second, 100.0);
+    close(figures.latency_ms, 48.3);
 }
 
 #[test]

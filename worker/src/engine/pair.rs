@@ -7,11 +7,13 @@ use espalier_search::{Shortage, WholeParent, Workload};
 use super::{Engine, Opened, Series, Subject, Surroundings};
 use crate::Result;
 
-/// A model's own latency may drift this far within a series before it is taken again: the parent's, or the candidate's
-/// where that is alone.
+/// A model's own latency may drift this far before it is measured longer: the parent's, or the candidate's where that is
+/// alone.
 pub const DRIFT_LIMIT: f64 = 0.05;
-/// Series taken at most.
-const SERIES: usize = 3;
+/// The standard error above which a pair is measured longer, of candidate to parent as a share.
+const ERROR_LIMIT: f64 = 0.02;
+/// How much longer at most.
+const LONGEST: usize = 3;
 
 /// What is measured.
 #[derive(Debug, Clone, Copy)]
@@ -20,10 +22,10 @@ struct Both {
     candidate: Opened,
 }
 
-/// Measures parent and candidate, one run of each in turn, `repeats` times. Of the candidate `running` requests run
-/// together, all where there is no number; of the parent always all, as when it was profiled. A series that drifted by more
-/// than [`DRIFT_LIMIT`] is taken again; when none is quieter the quietest is told, with its drift,
-/// for whoever asked to judge: a limit on memory needs no quiet machine.
+/// Measures parent and candidate, one run of each in turn, `repeats` times, and up to [`LONGEST`] times as often while the
+/// candidate's times are not known against the parent's to [`ERROR_LIMIT`], or one model's own drift by more than
+/// [`DRIFT_LIMIT`]; whoever asked judges by the drift that is told: a limit on memory needs no quiet machine. Of the
+/// candidate `running` requests run together, all where there is no number; of the parent always all, as when it was profiled.
 ///
 /// # Errors
 /// What either model refuses, and when the attempt should stop.
@@ -38,25 +40,52 @@ pub fn measure_pair(
     let repeats = repeats.max(4);
     let running = running.unwrap_or(workload.concurrency);
     let both = open(engine, models, workload, running)?;
-    let mut series = 0;
-    let mut quietest: Option<MeasuredPair> = None;
-    loop {
-        series += 1;
-        let pair = alternate(engine, both, workload, repeats, surroundings)?;
-        let pair = match quietest.take() {
-            Some(quieter) if quieter.drift <= pair.drift => quieter,
-            _ => pair,
-        };
-        if pair.drift <= DRIFT_LIMIT || series == SERIES {
-            return Ok(pair);
+    let (mut of_parent, mut of_candidate) = (Series::new(workload), Series::new(workload));
+    for round in 0..repeats * LONGEST {
+        let known = round >= repeats && is_known(&of_parent, &of_candidate);
+        if known {
+            break;
         }
-        tracing::warn!(
-            series,
-            drift = pair.drift,
-            "one model's own latency drifted; the series is taken again"
-        );
-        quietest = Some(pair);
+        // The order turns round each time, so that neither always follows the other.
+        let candidate_first = round % 2 == 1;
+        if candidate_first {
+            of_candidate.push(engine.run(both.candidate)?);
+        }
+        if let Ok(parent) = both.parent {
+            of_parent.push(engine.run(parent)?);
+        }
+        if !candidate_first {
+            of_candidate.push(engine.run(both.candidate)?);
+        }
+        let wanted = if round < repeats {
+            repeats
+        } else {
+            repeats * LONGEST
+        };
+        surroundings.progress(round + 1, wanted, "alternations", &String::new)?;
     }
+    Ok(told(engine, both, &of_parent, &of_candidate))
+}
+
+/// Whether more runs would add little.
+fn is_known(of_parent: &Series, of_candidate: &Series) -> bool {
+    let alone = of_parent.runs() == 0;
+    let drift = if alone { of_candidate } else { of_parent }.drift();
+    let error = if alone {
+        of_candidate.error()
+    } else {
+        of_candidate.error_against(of_parent)
+    };
+    let known = drift <= DRIFT_LIMIT && error <= ERROR_LIMIT;
+    if !known {
+        tracing::debug!(
+            runs = of_candidate.runs(),
+            drift,
+            error,
+            "the pair is measured longer"
+        );
+    }
+    known
 }
 
 /// Opens both, or the candidate where that is all there is room for.
@@ -88,34 +117,12 @@ fn open(
     })
 }
 
-/// One series.
-fn alternate(
-    engine: &mut dyn Engine,
-    both: Both,
-    workload: &Workload,
-    repeats: usize,
-    surroundings: &dyn Surroundings,
-) -> Result<MeasuredPair> {
-    let (mut of_parent, mut of_candidate) = (Series::new(workload), Series::new(workload));
-    for round in 0..repeats {
-        // The order turns round each time, so that neither always follows the other.
-        let candidate_first = round % 2 == 1;
-        if candidate_first {
-            of_candidate.push(engine.run(both.candidate)?);
-        }
-        if let Ok(parent) = both.parent {
-            of_parent.push(engine.run(parent)?);
-        }
-        if !candidate_first {
-            of_candidate.push(engine.run(both.candidate)?);
-        }
-        surroundings.progress(round + 1, repeats, "alternations", &String::new)?;
-    }
+fn told(engine: &dyn Engine, both: Both, of_parent: &Series, of_candidate: &Series) -> MeasuredPair {
     let candidate = of_candidate.measurement(engine.memory_bytes(both.candidate));
     let disturbed = of_parent.disturbed().max(of_candidate.disturbed());
     let without_context = engine.without_context(both.candidate);
     let serving = engine.serving(both.candidate);
-    Ok(match both.parent {
+    match both.parent {
         Ok(parent) => MeasuredPair {
             parent: WholeParent::Measured(of_parent.measurement(engine.memory_bytes(parent))),
             candidate,
@@ -132,12 +139,17 @@ fn alternate(
             without_context,
             serving,
         },
-    })
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+    #![allow(
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::cast_precision_loss
+    )]
     use std::path::Path;
 
     use espalier_proto::task::{Profile, Profiled, Serving};
@@ -152,8 +164,8 @@ mod tests {
         bytes: u64,
         open: Vec<Option<u64>>,
         ran: Vec<u64>,
-        /// By what share of its time each run is slower than the one before, in turns of four.
-        slows_by: f64,
+        /// By what share of its time each run is slower than it would be.
+        slower_by: fn(usize) -> f64,
     }
 
     impl Device {
@@ -162,7 +174,7 @@ mod tests {
                 bytes,
                 open: Vec::new(),
                 ran: Vec::new(),
-                slows_by: 0.0,
+                slower_by: |_| 0.0,
             }
         }
 
@@ -244,15 +256,14 @@ mod tests {
             Ok(())
         }
 
-        #[allow(clippy::cast_precision_loss)]
         fn run(&mut self, model: Opened) -> Result<Sample> {
             let bytes = self.open[model.index()].expect("it is open");
-            let slower = 1.0 + self.slows_by * (self.ran.len() % 4) as f64;
+            let latency = bytes as f64 * (1.0 + (self.slower_by)(self.ran.len()));
             self.ran.push(bytes);
             Ok(Sample {
                 first_token: 1.0,
-                latency: bytes as f64 * slower,
-                throughput: 1.0,
+                latency,
+                throughput: 1.0 / latency,
                 disturbed: false,
             })
         }
@@ -296,9 +307,27 @@ mod tests {
     #[test]
     fn drift_is_the_candidates_own_where_it_is_alone() {
         let mut device = Device::of(15);
-        device.slows_by = 0.2;
+        device.slower_by = |run| 0.05 * run as f64;
         let pair = device.pair("20", "10").unwrap();
         assert!(pair.drift > DRIFT_LIMIT, "{pair:?}");
-        assert_eq!(device.ran.len(), 4 * SERIES, "it is taken again");
+        assert_eq!(device.ran.len(), 4 * LONGEST, "it is measured longer");
+    }
+
+    #[test]
+    fn a_pair_is_measured_longer_until_the_one_is_known_against_the_other() {
+        // Both are slower in turns, as one.
+        let mut device = Device::of(30);
+        device.slower_by = |run| if run / 2 % 2 == 0 { 0.3 } else { 0.0 };
+        device.pair("20", "10").unwrap();
+        assert_eq!(
+            device.ran.len(),
+            2 * 4,
+            "what does both alike says nothing against the ratio"
+        );
+        // Every fourth run, so that one of them is slower than the other in every other round.
+        device.ran.clear();
+        device.slower_by = |run| if run % 4 == 0 { 0.3 } else { 0.0 };
+        device.pair("20", "10").unwrap();
+        assert_eq!(device.ran.len(), 2 * 4 * LONGEST);
     }
 }

@@ -13,12 +13,12 @@ use espalier_arch::{Architecture, Block, BlockShape};
 use espalier_model::Model;
 use espalier_model::decode::Session;
 use espalier_model::ops::Operations;
+use espalier_search::statistics::{median, spread};
 use espalier_search::{CostRow, Point, Subject};
 
 use super::builtin::{dummy, milliseconds, prompt};
 use super::lossless;
 use super::quiet::Quiet;
-use super::statistics::{median, spread};
 use crate::{Error, Result};
 
 /// Copies in the shallow stack.

@@ -29,13 +29,13 @@ use std::time::{Duration, Instant};
 use espalier_arch::{Architecture, Precision};
 use espalier_model::checkpoint::Parent;
 use espalier_proto::task::{ParentRef, Profile, Profiled, Serving};
+use espalier_search::statistics::median;
 use espalier_search::{CostKey, EngineMemory, Mode, Shortage, Workload};
 
 pub use environment::Environment;
 pub use error::Error;
 pub use options::{Deadlines, Pause, VllmOptions};
 
-use super::statistics::median;
 use super::{Engine, Opened, Sample, Subject, Surroundings};
 use crate::Result;
 use crate::agent::options::processor_name;

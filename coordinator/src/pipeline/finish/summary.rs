@@ -6,7 +6,7 @@ use espalier_search::{Corrections, Metric, Score};
 
 use super::{Accepted, Decision, PlanError, Qualities, Results, Stage, Tail, best_of, shard_tokens};
 use crate::pipeline::compare::reading;
-use crate::pipeline::context::{all_parameters, block_parameters, times_scatter};
+use crate::pipeline::context::{all_parameters, block_parameters, is_hidden_by_noise};
 use crate::pipeline::import;
 use crate::pipeline::outcome::{
     BlockReport, LimitReport, OUTCOME_SCHEMA, Outcome, ParentReport, RankedPoint, StageCost, StrategyReport,
@@ -151,7 +151,7 @@ impl Tail<'_> {
         );
         let parent = espalier_search::Figures::of_parent(&self.profiled.parent, parameters.0);
         let prediction = &winner.chosen.prediction;
-        let too_noisy = times_scatter(verification) && self.context.imported()?.is_none();
+        let imported = self.context.imported()?.is_some();
         let mut reports = Vec::new();
         for limit in self.context.spec.target.limits.iter() {
             let metric = limit.metric;
@@ -159,7 +159,7 @@ impl Tail<'_> {
             let (Some(checked), Some(mut verified)) = (read(winner.pair), read(verification)) else {
                 continue;
             };
-            if too_noisy && metric.is_timed() {
+            if !imported && is_hidden_by_noise(&limit, verification) {
                 verified = verified.too_noisy();
             }
             let fitted = winner.chosen.limits.iter().find(|fitted| fitted.metric == metric);

@@ -269,6 +269,37 @@ fn a_noisy_measurement_is_repeated_and_then_called_too_noisy() {
 }
 
 #[test]
+fn what_is_clearly_inside_or_outside_a_limit_is_told_however_the_machine_drifts() {
+    // A share knows no drift, only the scatter of the two against each other; a limit in milliseconds knows both.
+    let latency = 0.75 * measurement(&parent(), 1.0).latency_ms.median;
+    let absolute = format!(r#"{{"latency": "{latency}ms"}}"#);
+    for (limit, scatter, told) in [
+        (r#"{"latency": "75%"}"#, 0.001, true),
+        (r#"{"latency": "75%"}"#, 0.3, false),
+        (absolute.as_str(), 0.001, false),
+    ] {
+        let mut world = World {
+            drifts: vec![0.2],
+            scatter: Some(scatter),
+            check_biases: vec![0.95],
+            bias: 0.95,
+            ..World::default()
+        };
+        let found = world.run(&spec(limit, r#"["heterogeneous"]"#));
+        match found {
+            Ok(outcome) => {
+                assert!(told, "{limit} {scatter}");
+                assert!(outcome.limits[0].verified.inside && !outcome.limits[0].verified.noisy);
+            }
+            Err(error) => {
+                assert!(!told, "{limit} {scatter}: {error}");
+                assert!(error.to_string().contains("too noisy"), "{error}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_limit_on_memory_is_not_met_by_what_leaves_the_context_out() {
     let mut world = World {
         without_context: true,

@@ -69,6 +69,8 @@ pub(super) struct World {
     pub(super) verify_biases: Vec<f64>,
     /// Drift of the parent in each measurement; the last one for all that follow.
     pub(super) drifts: Vec<f64>,
+    /// By what share repeats of one model lie off their middle, each model's by itself; none where there is but one.
+    pub(super) scatter: Option<f64>,
     /// The share of times that others disturb.
     pub(super) disturbed: f64,
     /// Whether others hide what the device's context takes.
@@ -89,6 +91,7 @@ impl Default for World {
             bias: 1.0,
             verify_biases: Vec::new(),
             drifts: vec![0.0],
+            scatter: None,
             disturbed: 0.0,
             without_context: false,
             pace: 1.0,
@@ -183,17 +186,38 @@ impl World {
         } else {
             self.drifts[0]
         };
+        let candidate = measurement(candidate, self.pace * self.bias * slower);
         TaskOutput::Measured(Box::new(MeasuredPair {
-            parent: match self.beside {
-                Some(shortage) => WholeParent::TooLarge(shortage),
-                None => self.whole_parent(self.pace),
+            parent: match (self.beside, self.whole_parent(self.pace)) {
+                (Some(shortage), _) => WholeParent::TooLarge(shortage),
+                (None, WholeParent::Measured(whole)) => {
+                    WholeParent::Measured(self.scattered(whole, [1.0, -1.0, 0.0, 0.0]))
+                }
+                (None, too_large) => too_large,
             },
-            candidate: measurement(candidate, self.pace * self.bias * slower),
+            candidate: self.scattered(candidate, [1.0, 1.0, -1.0, -1.0]),
             drift,
             disturbed: self.disturbed,
             without_context: self.without_context,
             serving: None,
         }))
+    }
+
+    /// The same with repeats that lie off their middle by so many times the scatter.
+    fn scattered(&self, mut measured: Measurement, off: [f64; 4]) -> Measurement {
+        let Some(scatter) = self.scatter else {
+            return measured;
+        };
+        for summary in [
+            &mut measured.latency_ms,
+            &mut measured.first_token_ms,
+            &mut measured.per_token_ms,
+            &mut measured.throughput_tokens_per_second,
+        ] {
+            let middle = summary.median;
+            *summary = Summary::of(off.map(|off| middle * (1.0 + off * scatter)).to_vec());
+        }
+        measured
     }
 
     fn whole_parent(&self, pace: f64) -> WholeParent {

@@ -105,7 +105,7 @@ mod tests {
     use serde::Deserialize;
 
     use super::*;
-    use crate::engine::statistics::median;
+    use espalier_search::statistics::median;
 
     fn planted(floor: f64, block: f64, alone: f64) -> Vec<Step> {
         let models = [

@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use espalier_proto::task::{Profile, Profiled};
+use espalier_search::statistics::{median, standard_error};
 use espalier_search::{CostRow, Point, Subject};
 
 use super::beside::Beside;
@@ -13,12 +14,11 @@ use super::contention::What;
 use super::host::{Host, Step};
 use super::models::{Load, config};
 use super::protocol::{DeviceSource, Model, Steps};
-use super::stacks::{Dictionary, Stack, row, standard_error};
+use super::stacks::{Dictionary, Stack, row};
 use super::{Error, InVllm};
 use crate::Result;
 use crate::engine::lossless;
 use crate::engine::stacks::last_level_cache_bytes;
-use crate::engine::statistics::median;
 
 /// Rounds at the least, and how many times as many at the most while times scatter.
 pub(super) const LEAST_ROUNDS: usize = 3;

@@ -9,12 +9,12 @@
 
 use espalier_arch::{Architecture, Block, BlockShape, Precision};
 use espalier_proto::task::Profile;
+use espalier_search::statistics::{ERROR_OF_MEDIAN, median, standard_error};
 use espalier_search::{CostRow, Point, Subject};
 
 use super::Error;
 use crate::engine::fit::{Cost, Equation, solve};
 use crate::engine::lossless;
-use crate::engine::statistics::{median, spread};
 
 /// Rows of the stacks' embedding.
 const SMALL_VOCABULARY: usize = 1024;
@@ -23,9 +23,6 @@ const SHALLOW: (usize, usize) = (2, 24);
 const MORE: (usize, usize) = (8, 24);
 /// Of a time, beside its scatter: what repeats do not show.
 const SYSTEMATIC: f64 = 0.003;
-/// For a normal distribution: σ is 1.4826 of the median absolute deviation, and the median of n has a standard error of
-/// √(π/2)·σ/√n.
-const ERROR_OF_MEDIAN: f64 = 1.4826 * 1.253_314_137_315_5;
 
 /// A model to time, and what it is made of.
 #[derive(Debug, Clone, PartialEq)]
@@ -192,11 +189,6 @@ pub(super) fn row(subject: Subject, point: Point, cost: Cost, repeats: usize) ->
         spread_ms: cost.error * lossless(repeats.max(1)).sqrt() / ERROR_OF_MEDIAN,
         repeats,
     }
-}
-
-/// Of the median of some times.
-pub(super) fn standard_error(times: &[f64]) -> f64 {
-    ERROR_OF_MEDIAN * spread(times) / lossless(times.len().max(1)).sqrt()
 }
 
 fn is_attention(shape: &BlockShape) -> bool {

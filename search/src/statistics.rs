@@ -1,7 +1,9 @@
 //! Statistics of repeated timings: medians and median absolute deviations, which a few disturbed repeats
 //! do not move.
 
-use espalier_search::Summary;
+/// For a normal distribution: σ is 1.4826 of the median absolute deviation, and the median of n has a standard error of
+/// √(π/2)·σ/√n.
+pub const ERROR_OF_MEDIAN: f64 = 1.4826 * 1.253_314_137_315_5;
 
 /// The middle value, the mean of the middle two for an even count; 0 for none.
 pub fn median(values: &[f64]) -> f64 {
@@ -30,13 +32,21 @@ pub fn spread(values: &[f64]) -> f64 {
     )
 }
 
-/// Median, spread and the samples themselves.
-pub fn summary(samples: Vec<f64>) -> Summary {
-    Summary {
-        median: median(&samples),
-        spread: spread(&samples),
-        samples,
-    }
+/// Standard error of the median.
+#[allow(clippy::cast_precision_loss)] // repeats
+pub fn standard_error(values: &[f64]) -> f64 {
+    ERROR_OF_MEDIAN * spread(values) / (values.len().max(1) as f64).sqrt()
+}
+
+/// The same as a share of the median.
+pub fn relative_error(values: &[f64]) -> f64 {
+    standard_error(values) / median(values).abs().max(f64::MIN_POSITIVE)
+}
+
+/// [`relative_error`] of values divided by those that were taken beside them, each by its own.
+pub fn relative_error_against(values: &[f64], beside: &[f64]) -> f64 {
+    let ratios = values.iter().zip(beside).map(|(value, beside)| value / beside);
+    relative_error(&ratios.collect::<Vec<_>>())
 }
 
 /// How far the halves of a series lie apart, as a share of its median: what moved while it was taken.
@@ -60,6 +70,18 @@ mod tests {
         assert!((median(&samples) - 1.0).abs() < 0.01);
         assert!(spread(&samples) < 0.02);
         assert!(drift(&samples) < 0.02);
+    }
+
+    #[test]
+    fn the_error_of_a_median_shrinks_with_the_root_of_their_number_and_what_both_share_is_in_no_ratio() {
+        let scattered = |times: usize| [0.9, 1.1, 0.9, 1.1].repeat(times);
+        // Half of the distance to either, over the root of four.
+        let expected = 1.4826 * (std::f64::consts::PI / 2.0).sqrt() * 0.1 / 2.0;
+        assert!((relative_error(&scattered(1)) - expected).abs() < 1e-12);
+        assert!((relative_error(&scattered(4)) - expected / 2.0).abs() < 1e-12);
+        let doubled: Vec<f64> = scattered(1).iter().map(|value| 2.0 * value).collect();
+        assert!(relative_error_against(&doubled, &scattered(1)) < 1e-12);
+        assert!(relative_error(&[]).abs() < f64::EPSILON);
     }
 
     #[test]
