@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use espalier_arch::BlockShape;
+use crate::statistics::ERROR_OF_MEDIAN;
 use serde::{Deserialize, Serialize};
 
 /// What a cost table is true for.

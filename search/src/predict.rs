@@ -38,8 +38,8 @@ mod tests;
 mod timed;
 
 pub(crate) use cone::{Cone, Coordinate, Priced, Share};
-pub(crate) use model::Prices;
 pub use corrections::Corrections;
+pub(crate) use model::Prices;
 pub use model::{CostModel, Costs, Prediction, parameters};
 pub(crate) use priced::priced;
 

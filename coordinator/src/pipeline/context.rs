@@ -4,8 +4,8 @@ use espalier_arch::{Architecture, Storage};
 use espalier_proto::task::{Ingested, MeasuredPair, ParentRef, Profiled, TaskOutput};
 use espalier_search::statistics::{relative_error, relative_error_against};
 use espalier_search::{
-    AbsoluteLimit, Bound, Corrections, CostModel, CostTable, Figures, Limit, MemoryModel, Metric, Score, Shortage,
-    Space, Whole, Workload, parameters,
+    AbsoluteLimit, Bound, Corrections, CostModel, CostTable, Figures, Limit, MemoryModel, Metric, Score,
+    Shortage, Space, Whole, Workload, parameters,
 };
 
 use super::{MOST_DISTURBED, MOST_DRIFT, PlanError, Results, Stage};
@@ -301,7 +301,10 @@ fn is_clear(limit: &Limit, pair: &MeasuredPair) -> bool {
     if own.samples.len() < LEAST_REPEATS {
         return false;
     }
-    let parent = pair.parent.measured().and_then(|parent| parent.timed(limit.metric));
+    let parent = pair
+        .parent
+        .measured()
+        .and_then(|parent| parent.timed(limit.metric));
     let doubt = match (limit.bound, parent) {
         (Bound::ShareOfParent(_), Some(parent)) => {
             DOUBT * relative_error_against(&own.samples, &parent.samples)

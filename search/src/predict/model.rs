@@ -138,7 +138,9 @@ impl CostModel {
         if let Some(whole) = measured {
             let rows = Self::of_rows(table, whole.workload, parent, memory)?;
             // A table without rows of that workload says nothing of the parent under it.
-            let predicted = rows.corrected(Corrections::default()).and_then(|model| model.predict(parent));
+            let predicted = rows
+                .corrected(Corrections::default())
+                .and_then(|model| model.predict(parent));
             model.anchor = predicted.map_or_else(
                 |_| Corrections::default(),
                 |predicted| Corrections::between(&predicted.figures, whole.measurement),

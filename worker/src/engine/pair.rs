@@ -325,7 +325,7 @@ mod tests {
             "what does both alike says nothing against the ratio"
         );
         // Every fourth run, so that one of them is slower than the other in every other round.
-        device.ran.clear();
+        let mut device = Device::of(30);
         device.slower_by = |run| if run % 4 == 0 { 0.3 } else { 0.0 };
         device.pair("20", "10").unwrap();
         assert_eq!(device.ran.len(), 2 * 4 * LONGEST);
