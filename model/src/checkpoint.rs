@@ -2,13 +2,14 @@
 //!
 //! [`Parent::open`] reads headers, config and tokenizer, never weights, and checks everything that can be
 //! checked without them: each tensor of the architecture is there, with its shape, in a type that can be
-//! read, inside a file that is long enough. [`Parent::load`] reads the weights as f32, [`SortedParent`] only a stage
-//! of them, or one block after the other. Here live formats and their quirks; nothing here computes with a model or
+//! read, inside a file that is long enough. [`Parent::load`] reads the weights as a backend keeps them, [`SortedParent`]
+//! only a stage of them, or one block after the other. Here live formats and their quirks; nothing here computes with a model or
 //! writes a checkpoint (see [`crate::export`]).
 
 mod directory;
 mod gguf;
 mod hub;
+mod reading;
 mod side_files;
 mod sorted;
 mod stored;
@@ -21,10 +22,10 @@ use serde_json::Value;
 
 use crate::importance::Importance;
 use crate::ops::Operations;
-use crate::sort::Permutation;
+use crate::sort::{Order, Permutation};
 use crate::tokenizer::{Tokenizer, check_vocabulary};
-use crate::weights::upload_for_blocks;
-use crate::{Error, Model, Result, Tensor};
+use crate::weights::{matrix_shape, read_as};
+use crate::{ElementType, Elements, Error, Model, Result, Tensor};
 
 pub use side_files::{SideFiles, SpecialTokens};
 pub use sorted::{SortedParent, StudentFiles};
@@ -117,12 +118,18 @@ impl Parent {
 
     /// Reads one of the architecture's tensors, as blocks read it.
     fn tensor(&self, spec: &TensorSpec, ops: &dyn Operations) -> Result<Tensor> {
-        place(spec, &self.values(spec)?, ops)
+        let elements = self.elements(spec, read_as(ops, spec.role), None)?;
+        place(spec, &elements, ops)
     }
 
-    /// Reads one of the architecture's tensors, row by row.
-    fn values(&self, spec: &TensorSpec) -> Result<Vec<f32>> {
-        self.tensors.read(&spec.name)
+    /// Reads one of the architecture's tensors, row by row, in this type, and in this order where there is one.
+    fn elements(
+        &self,
+        spec: &TensorSpec,
+        element_type: ElementType,
+        order: Option<&Order>,
+    ) -> Result<Elements> {
+        self.tensors.read(&spec.name, element_type, order)
     }
 
     /// Orders every axis by importance, the most important first, with one tensor at a time on the device.
@@ -197,10 +204,10 @@ fn tokenizer_from_bytes(path: &Path, bytes: &[u8], architecture: &Architecture) 
     Ok(tokenizer)
 }
 
-/// Values of a tensor on a device, as blocks read them.
-fn place(spec: &TensorSpec, values: &[f32], ops: &dyn Operations) -> Result<Tensor> {
-    let (rows, columns) = stored::matrix(&spec.shape);
-    upload_for_blocks(ops, spec.role, values, rows, columns)
+/// A tensor with these elements on a device.
+fn place(spec: &TensorSpec, elements: &Elements, ops: &dyn Operations) -> Result<Tensor> {
+    let (rows, columns) = matrix_shape(&spec.shape);
+    ops.upload_elements(elements, rows, columns)
 }
 
 /// Reads a whole small file.

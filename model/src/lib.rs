@@ -17,5 +17,5 @@ pub mod train;
 pub mod weights;
 
 pub use error::{Error, Result};
-pub use tensor::{Device, ElementType, Tensor};
+pub use tensor::{Device, ElementType, Elements, Tensor};
 pub use weights::{AttentionWeights, BlockWeights, MlpWeights, Model, StageWeights};

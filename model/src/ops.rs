@@ -26,7 +26,7 @@ pub(crate) use tokens::{CudaTokens, HostTokens};
 
 use crate::collective::mesh::Mesh;
 use crate::collective::{Gang, MeshGang};
-use crate::{Device, ElementType, Result, Tensor};
+use crate::{Device, ElementType, Elements, Result, Tensor};
 
 /// The backend of `device`. Its tensors take at most `memory_limit` bytes of a GPU; without one, what is free there
 /// when it is opened, less a reserve.
@@ -291,21 +291,9 @@ pub trait Operations: Send + Sync + Debug {
     fn zeros(&self, rows: usize, columns: usize, element_type: ElementType) -> Result<Tensor>;
     /// A tensor with `data`, row by row, in f32.
     fn upload(&self, data: &[f32], rows: usize, columns: usize) -> Result<Tensor>;
-    /// A tensor with `data`, row by row, rounded to `element_type`, ties to even. No more of the device is needed for it than
-    /// it takes in the end: the largest tensor in f32 beside itself may be what a model that fits has no room for.
-    fn upload_as(
-        &self,
-        data: &[f32],
-        rows: usize,
-        columns: usize,
-        element_type: ElementType,
-    ) -> Result<Tensor> {
-        let wide = self.upload(data, rows, columns)?;
-        if wide.element_type() == element_type {
-            return Ok(wide);
-        }
-        self.copy_as(&wide, element_type)
-    }
+    /// A tensor with `elements`, row by row, in their own type. No more of the device is needed for it than it takes in the
+    /// end: the largest tensor in f32 beside itself may be what a model that fits has no room for.
+    fn upload_elements(&self, elements: &Elements, rows: usize, columns: usize) -> Result<Tensor>;
     /// The elements, row by row. Waits for the device.
     fn download(&self, tensor: &Tensor) -> Result<Vec<f32>>;
     /// A contiguous copy of its own, rounded to `element_type`.

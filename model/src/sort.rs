@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::files;
 use crate::importance::Importance;
 use crate::ops::{Axis, Operations};
-use crate::{BlockWeights, Error, Model, Result, Tensor};
+use crate::{BlockWeights, Error, Model, Result};
 
 /// The order of one block's prunable axis: entry `i` is the parent's index of what comes `i`-th.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -36,6 +36,21 @@ pub enum BlockPermutation {
 pub struct Permutation {
     /// One for each block of the parent.
     pub blocks: Vec<BlockPermutation>,
+}
+
+/// The order of one tensor's rows or columns; a vector is a row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Order {
+    /// What is permuted.
+    pub axis: Axis,
+    /// Entry `i` is the parent's index of what comes `i`-th.
+    pub indices: Vec<usize>,
+}
+
+impl Order {
+    pub(crate) fn new(axis: Axis, indices: Vec<usize>) -> Self {
+        Self { axis, indices }
+    }
 }
 
 impl Permutation {
@@ -65,7 +80,10 @@ impl Permutation {
         let mut sorted = model.clone();
         let shapes = model.architecture.blocks.iter().map(|block| &block.shape);
         for ((weights, shape), permutation) in sorted.blocks.iter_mut().zip(shapes).zip(&self.blocks) {
-            *weights = weights.map(&mut |role, tensor| permutation.sort(shape, role, tensor, operations))?;
+            *weights = weights.map(&mut |role, tensor| match permutation.order_of(shape, role)? {
+                Some(order) => operations.gather(tensor, &order.indices, order.axis),
+                None => Ok(tensor.clone()),
+            })?;
         }
         sorted.stacked(operations)
     }
@@ -130,28 +148,22 @@ fn mismatch(expected: String, found: String) -> Error {
 }
 
 impl BlockPermutation {
-    /// A tensor of a block of this shape, sorted; the same storage where nothing of it is permuted.
+    /// The order of a tensor of a block of this shape; none where nothing of it is permuted.
     ///
     /// # Errors
     /// When the block is of another kind.
-    pub(crate) fn sort(
-        &self,
-        shape: &BlockShape,
-        role: Role,
-        tensor: &Tensor,
-        operations: &dyn Operations,
-    ) -> Result<Tensor> {
+    pub(crate) fn order_of(&self, shape: &BlockShape, role: Role) -> Result<Option<Order>> {
         match (self, shape) {
             (Self::Attention { groups }, BlockShape::Attention(shape)) => {
-                sort_attention(groups, shape, role, tensor, operations)
+                Ok(attention_order(groups, shape, role))
             }
-            (Self::Mlp { channels }, BlockShape::Mlp(_)) => match role {
-                Role::Gate | Role::Up => operations.gather(tensor, channels, Axis::Rows),
+            (Self::Mlp { channels }, BlockShape::Mlp(_)) => Ok(match role {
+                Role::Gate | Role::Up => Some(Order::new(Axis::Rows, channels.clone())),
                 Role::Down | Role::GateBias | Role::UpBias => {
-                    operations.gather(tensor, channels, Axis::Columns)
+                    Some(Order::new(Axis::Columns, channels.clone()))
                 }
-                _ => Ok(tensor.clone()),
-            },
+                _ => None,
+            }),
             (own, shape) => Err(Error::BlockKind {
                 expected: own.kind(),
                 found: shape.kind(),
@@ -167,13 +179,7 @@ impl BlockPermutation {
     }
 }
 
-fn sort_attention(
-    groups: &[usize],
-    shape: &Attention,
-    role: Role,
-    tensor: &Tensor,
-    operations: &dyn Operations,
-) -> Result<Tensor> {
+fn attention_order(groups: &[usize], shape: &Attention, role: Role) -> Option<Order> {
     let expand = |width: usize| -> Vec<usize> {
         groups
             .iter()
@@ -183,10 +189,10 @@ fn sort_attention(
     let queries = || expand(shape.queries_per_group * shape.head_dim);
     let keys = || expand(shape.head_dim);
     match role {
-        Role::Query => operations.gather(tensor, &queries(), Axis::Rows),
-        Role::Key | Role::Value => operations.gather(tensor, &keys(), Axis::Rows),
-        Role::Output | Role::QueryBias => operations.gather(tensor, &queries(), Axis::Columns),
-        Role::KeyBias | Role::ValueBias => operations.gather(tensor, &keys(), Axis::Columns),
-        _ => Ok(tensor.clone()),
+        Role::Query => Some(Order::new(Axis::Rows, queries())),
+        Role::Key | Role::Value => Some(Order::new(Axis::Rows, keys())),
+        Role::Output | Role::QueryBias => Some(Order::new(Axis::Columns, queries())),
+        Role::KeyBias | Role::ValueBias => Some(Order::new(Axis::Columns, keys())),
+        _ => None,
     }
 }

@@ -4,6 +4,7 @@
 //! and keep the leading dimension, so a variant of a block copies nothing. Only a backend looks at elements;
 //! everybody else asks it to download them.
 
+mod elements;
 mod pool;
 
 use std::fmt;
@@ -13,7 +14,9 @@ use std::sync::Arc;
 use crate::ops::cuda;
 use crate::{Error, Result};
 
-pub(crate) use pool::Buffer;
+pub use elements::Elements;
+pub(crate) use elements::{bf16_bits, to_bf16};
+pub(crate) use pool::{Buffer, fresh};
 
 /// Where a tensor's elements live.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

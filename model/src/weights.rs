@@ -14,7 +14,7 @@ mod tensors;
 pub use file::SavedModel;
 pub use stage::StageWeights;
 pub(crate) use stage::specs as stage_specs;
-pub(crate) use tensors::{checked, for_blocks, is_vector, matrix_shape, upload_for_blocks};
+pub(crate) use tensors::{checked, for_blocks, is_vector, matrix_shape, read_as};
 
 /// Weights of one attention block.
 #[derive(Debug, Clone)]

@@ -17,7 +17,7 @@ use espalier_model::ops::cuda::{
 };
 use espalier_model::ops::{Head, Layout, Operations};
 use espalier_model::train::{Hyperparameters, MicroBatch, Objective, Trainer};
-use espalier_model::{ElementType, Model, Tensor};
+use espalier_model::{ElementType, Elements, Model, Tensor};
 use false_device::{COMPILER, PRODUCTS, build, build_device, passes_with};
 use serde_json::json;
 
@@ -458,12 +458,12 @@ fn memory_limits() {
 
 #[test]
 fn a_weight_is_rounded_on_the_host_and_never_held_in_f32() {
-    passes("upload_as", &[]);
+    passes("upload_rounded", &[]);
 }
 
 #[test]
 #[ignore = "runs in a process of its own, started by the others"]
-fn upload_as() {
+fn upload_rounded() {
     // 192 MiB in f32 and half of that in bf16: both together are more than the 256 MiB that tensors may take.
     let (rows, columns) = (48 << 10, 1 << 10);
     let mut values = vec![0.0; rows * columns];
@@ -471,7 +471,7 @@ fn upload_as() {
     values[..3].copy_from_slice(&[halfway, 1.0 + 3.0 / 256.0, -2.5]);
     let operations = operations();
     let weight = operations
-        .upload_as(&values, rows, columns, ElementType::Bf16)
+        .upload_elements(&Elements::rounded(values, ElementType::Bf16), rows, columns)
         .unwrap();
     assert_eq!(weight.element_type(), ElementType::Bf16);
     let first = weight.first_rows(1).unwrap().columns_from(0, 3).unwrap();

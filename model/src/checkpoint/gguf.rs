@@ -71,7 +71,7 @@ fn read_vector(file: &WeightFile, info: &header::TensorInfo) -> Result<Vec<f32>>
         encoding: info.encoding,
         interleaved_heads: None,
     };
-    super::stored::read_from(file, ROPE_FACTORS, &stored)
+    super::reading::read_vec(file, ROPE_FACTORS, &stored, None)
 }
 
 fn side_files(header: &Header, config: &serde_json::Value) -> std::result::Result<SideFiles, String> {

@@ -8,13 +8,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use espalier_arch::{Architecture, Candidate, Role, TensorSpec};
 
-use super::{Parent, place, stored};
+use super::{BlockFiles, Parent, place};
 use crate::ops::Operations;
 use crate::ops::cpu::CpuOperations;
-use crate::sort::Permutation;
+use crate::sort::{Order, Permutation};
 use crate::weights::file::save_model;
-use crate::weights::{StageWeights, is_vector, stage_specs};
-use crate::{Error, Model, Result, Tensor};
+use crate::weights::{StageWeights, matrix_shape, read_as, stage_specs};
+use crate::{ElementType, Elements, Error, Model, Result, Tensor};
 
 /// A parent whose blocks are sorted when they are read, where there is an order.
 #[derive(Debug)]
@@ -69,7 +69,7 @@ impl SortedParent {
         self.parent
     }
 
-    /// Bytes of weights that were read onto devices so far.
+    /// Bytes of weights that were read for devices so far, as they take them.
     pub fn loaded_bytes(&self) -> usize {
         self.loaded.load(Ordering::Relaxed)
     }
@@ -135,30 +135,37 @@ impl SortedParent {
 
     /// One of the parent's tensors on a device.
     fn tensor(&self, spec: &TensorSpec, operations: &dyn Operations) -> Result<Tensor> {
-        self.sorted_on(spec, &self.parent.values(spec)?, operations)
+        let elements = self.read(spec, read_as(operations, spec.role))?;
+        place(spec, &elements, operations)
     }
 
-    /// A tensor's values, as they were read, sorted on a device.
-    pub(super) fn sorted_on(
-        &self,
-        spec: &TensorSpec,
-        values: &[f32],
-        operations: &dyn Operations,
-    ) -> Result<Tensor> {
-        let tensor = self.sorted(spec, place(spec, values, operations)?, operations)?;
-        self.loaded.fetch_add(tensor.bytes(), Ordering::Relaxed);
-        Ok(tensor)
+    /// One of the parent's tensors in this type, sorted.
+    fn sorted(&self, spec: &TensorSpec, element_type: ElementType) -> Result<Elements> {
+        let order = self.order_of(spec)?;
+        self.parent.elements(spec, element_type, order.as_ref())
     }
 
-    fn sorted(&self, spec: &TensorSpec, tensor: Tensor, operations: &dyn Operations) -> Result<Tensor> {
+    fn order_of(&self, spec: &TensorSpec) -> Result<Option<Order>> {
         let (Some(permutation), Some(block)) = (&self.permutation, spec.block) else {
-            return Ok(tensor);
+            return Ok(None);
         };
         let shape = self.parent.architecture.blocks.get(block);
         let (Some(order), Some(block)) = (permutation.blocks.get(block), shape) else {
             return Err(Error::MissingTensor { role: spec.role });
         };
-        order.sort(&block.shape, spec.role, &tensor, operations)
+        order.order_of(&block.shape, spec.role)
+    }
+}
+
+impl BlockFiles for SortedParent {
+    fn architecture(&self) -> &Architecture {
+        &self.parent.architecture
+    }
+
+    fn read(&self, spec: &TensorSpec, element_type: ElementType) -> Result<Elements> {
+        let elements = self.sorted(spec, element_type)?;
+        self.loaded.fetch_add(elements.bytes(), Ordering::Relaxed);
+        Ok(elements)
     }
 }
 
@@ -173,9 +180,9 @@ impl StudentFiles<'_> {
     /// # Errors
     /// When it has no such tensor, or a file cannot be read any more.
     pub fn tensor(&self, spec: &TensorSpec) -> Result<Tensor> {
-        let (source, whole) = (self.source, self.cut.whole(spec)?);
-        let tensor = source.parent.tensor(whole, &self.host)?;
-        part(&source.sorted(whole, tensor, &self.host)?, spec)
+        let whole = self.cut.whole(spec)?;
+        let elements = self.source.sorted(whole, ElementType::F32)?;
+        part(&place(whole, &elements, &self.host)?, spec)
     }
 
     /// Writes what [`Model::save`] writes of it.
@@ -224,10 +231,7 @@ pub(super) fn bytes_of<'a>(
     operations: &dyn Operations,
 ) -> usize {
     let bytes = |spec: &TensorSpec| {
-        let each = match is_vector(spec.role) {
-            true => size_of::<f32>(),
-            false => operations.activation_bytes(),
-        };
+        let each = read_as(operations, spec.role).bytes();
         spec.shape.iter().product::<usize>().saturating_mul(each)
     };
     specs.into_iter().map(bytes).fold(0, usize::saturating_add)
@@ -235,7 +239,7 @@ pub(super) fn bytes_of<'a>(
 
 /// The first rows and columns of a sorted tensor, as many as a student's has.
 fn part(whole: &Tensor, spec: &TensorSpec) -> Result<Tensor> {
-    let (rows, columns) = stored::matrix(&spec.shape);
+    let (rows, columns) = matrix_shape(&spec.shape);
     whole.first_rows(rows)?.first_columns(columns)
 }
 
@@ -324,6 +328,23 @@ pub(super) mod tests {
         }
         assert!(source_bytes(0..blocks / 2) < model.bytes() * 3 / 4);
         assert!(sorted().stage(0..blocks + 1, &host).is_err());
+    }
+
+    #[test]
+    fn what_is_read_for_a_device_is_the_sorted_model_rounded_to_what_the_device_keeps() {
+        let host = CpuOperations::new();
+        let source = sorted();
+        let model = tiny().load(&host).unwrap();
+        let model = backwards(&model.architecture).apply(&model, &host).unwrap();
+        for (spec, tensor) in model.named_tensors() {
+            let exact = host.download(tensor).unwrap();
+            for element_type in [ElementType::F32, ElementType::Bf16] {
+                let found = source.read(&spec, element_type).unwrap();
+                let expected = Elements::rounded(exact.clone(), element_type);
+                assert_eq!(found.element_type(), element_type);
+                assert!(found == expected, "{} in {element_type}", spec.name);
+            }
+        }
     }
 
     fn source_bytes(range: Range<usize>) -> usize {

@@ -1,7 +1,7 @@
-//! Where each tensor lies and how it is encoded; reading it as f32.
+//! Where each tensor lies and how it is encoded.
 //!
 //! Files are read by position, not mapped: a file that is cut while a job runs gives an error, where a
-//! mapping would kill the process. Memory beyond the result is a chunk a thread.
+//! mapping would kill the process. How bytes become elements is [`super::reading`]'s affair.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -9,14 +9,13 @@ use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use candle_core::quantized::{GgmlDType, QStorage, QTensor};
+use candle_core::quantized::GgmlDType;
 use espalier_arch::Architecture;
-use rayon::prelude::*;
 
-use crate::{Error, Result};
+use super::reading;
+use crate::sort::Order;
+use crate::{ElementType, Elements, Error, Result};
 
-/// Elements converted at a time; a multiple of every block size.
-const CHUNK: usize = 1 << 20;
 /// Bytes hashed at each end of a file.
 const FINGERPRINT_BYTES: u64 = 1 << 20;
 
@@ -189,8 +188,8 @@ impl TensorIndex {
         })
     }
 
-    /// One tensor as f32, row by row.
-    pub fn read(&self, name: &str) -> Result<Vec<f32>> {
+    /// One tensor, row by row, in this type, and in this order where there is one.
+    pub fn read(&self, name: &str, element_type: ElementType, order: Option<&Order>) -> Result<Elements> {
         let stored = self.tensors.get(name).ok_or_else(|| Error::CheckpointTensor {
             path: self.listing.clone(),
             tensor: name.to_owned(),
@@ -204,7 +203,7 @@ impl TensorIndex {
                 stored.file
             ),
         })?;
-        read_from(file, name, stored)
+        reading::read(file, name, stored, element_type, order)
     }
 
     /// 16-bit when no matrix is wider; f16 when all of them are that.
@@ -251,106 +250,9 @@ impl TensorIndex {
     }
 }
 
-/// Reads one tensor of a file as f32, row by row.
-pub fn read_from(file: &WeightFile, name: &str, stored: &Stored) -> Result<Vec<f32>> {
-    let elements = stored.shape.iter().product::<usize>();
-    let mut data = vec![0f32; elements];
-    let (unit_elements, unit_bytes) = stored.encoding.unit();
-    data.par_chunks_mut(CHUNK)
-        .enumerate()
-        .try_for_each(|(index, chunk)| {
-            let mut raw = vec![0u8; chunk.len() / unit_elements * unit_bytes];
-            let before = (index * CHUNK / unit_elements * unit_bytes) as u64;
-            file.read_exact_at(&mut raw, stored.offset + before)?;
-            decode(stored.encoding, &raw, chunk).map_err(|found| Error::CheckpointTensor {
-                path: file.path.clone(),
-                tensor: name.to_owned(),
-                expected: "elements that can be decoded".to_owned(),
-                found,
-            })
-        })?;
-    match stored.interleaved_heads {
-        Some(heads) => {
-            let rows = stored.shape.first().copied().unwrap_or(1);
-            Ok(halves_from_interleaved(&data, heads, elements / rows.max(1)))
-        }
-        None => Ok(data),
-    }
-}
-
 /// Tensors that checkpoints carry though nothing is lost without them.
 fn is_harmless(name: &str, architecture: &Architecture) -> bool {
     name.ends_with("rotary_emb.inv_freq")
         || name.ends_with("attn.masked_bias")
         || (architecture.tied_embedding && name == "lm_head.weight")
-}
-
-/// Rows and columns of the tensor handle: a vector is one row.
-pub fn matrix(shape: &[usize]) -> (usize, usize) {
-    match shape {
-        [] => (1, 1),
-        [columns] => (1, *columns),
-        [rows, rest @ ..] => (*rows, rest.iter().product()),
-    }
-}
-
-fn decode(encoding: Encoding, raw: &[u8], out: &mut [f32]) -> std::result::Result<(), String> {
-    match encoding {
-        Encoding::F64 => {
-            for (value, bytes) in out.iter_mut().zip(raw.as_chunks::<8>().0) {
-                #[allow(clippy::cast_possible_truncation)] // rounding to f32 is what is asked for
-                {
-                    *value = f64::from_le_bytes(*bytes) as f32;
-                }
-            }
-        }
-        Encoding::F32 => {
-            for (value, bytes) in out.iter_mut().zip(raw.as_chunks::<4>().0) {
-                *value = f32::from_le_bytes(*bytes);
-            }
-        }
-        Encoding::F16 => {
-            for (value, bytes) in out.iter_mut().zip(raw.as_chunks::<2>().0) {
-                *value = half::f16::from_le_bytes(*bytes).to_f32();
-            }
-        }
-        Encoding::Bf16 => {
-            for (value, bytes) in out.iter_mut().zip(raw.as_chunks::<2>().0) {
-                *value = half::bf16::from_le_bytes(*bytes).to_f32();
-            }
-        }
-        Encoding::Quantised(kind) => {
-            let values = dequantise(kind, raw, out.len()).map_err(|error| error.to_string())?;
-            if values.len() != out.len() {
-                return Err(format!("{} elements in place of {}", values.len(), out.len()));
-            }
-            out.copy_from_slice(&values);
-        }
-    }
-    Ok(())
-}
-
-fn dequantise(kind: GgmlDType, raw: &[u8], elements: usize) -> candle_core::Result<Vec<f32>> {
-    let cpu = candle_core::Device::Cpu;
-    let storage = QStorage::from_data(std::borrow::Cow::Borrowed(raw), &cpu, kind)?;
-    QTensor::new(storage, elements)?
-        .dequantize(&cpu)?
-        .to_vec1::<f32>()
-}
-
-/// GGUF stores Llama's query and key rows as rotated pairs side by side; Hugging Face stores the first
-/// halves of all pairs of a head, then the second.
-fn halves_from_interleaved(data: &[f32], heads: usize, columns: usize) -> Vec<f32> {
-    let head_dim = data.len() / columns / heads;
-    let half = head_dim / 2;
-    let mut out = Vec::with_capacity(data.len());
-    for head in data.chunks_exact(head_dim * columns) {
-        for side in 0..2 {
-            for pair in 0..half {
-                let row = (2 * pair + side) * columns;
-                out.extend_from_slice(&head[row..row + columns]);
-            }
-        }
-    }
-    out
 }

@@ -1,8 +1,8 @@
 //! A model's blocks one after the other, a sorted parent's or a trained student's, each read while the one before runs, so
 //! that a device holds two of them beside what stands around them.
 //!
-//! A thread reads and decodes, one block ahead and no further; whoever walks uploads and sorts, since a backend is spoken
-//! to by one thread.
+//! A thread reads, and with others decodes, sorts and rounds, one block ahead and no further; whoever walks uploads, since a
+//! backend is spoken to by one thread.
 
 use std::fmt::Debug;
 use std::io;
@@ -11,54 +11,28 @@ use std::time::Duration;
 
 use espalier_arch::{Architecture, TensorSpec};
 
+use super::place;
 use super::sorted::bytes_of;
-use super::{SortedParent, place};
 use crate::ops::Operations;
-use crate::weights::{BlockWeights, SavedModel};
-use crate::{Error, Model, Tensor};
+use crate::weights::{BlockWeights, SavedModel, read_as};
+use crate::{ElementType, Elements, Error, Model};
 
 /// A walk that waits for its reader looks this often whether it should go on.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// A block's tensors as they were read, unsorted.
-type Read = Vec<(TensorSpec, Vec<f32>)>;
+/// A block's tensors as they were read.
+type Read = Vec<(TensorSpec, Elements)>;
 
 /// A model in files, whose tensors are read one by one, from several threads.
 pub trait BlockFiles: Debug + Sync {
     /// Its shape.
     fn architecture(&self) -> &Architecture;
 
-    /// One of the architecture's tensors as it lies there, row by row.
+    /// One of the architecture's tensors, row by row, in this type and in the model's own order.
     ///
     /// # Errors
     /// When there is none, or its file cannot be read any more.
-    fn values(&self, spec: &TensorSpec) -> Result<Vec<f32>, Error>;
-
-    /// The same on a device, as blocks read it.
-    ///
-    /// # Errors
-    /// When the backend runs out of memory.
-    fn placed(&self, spec: &TensorSpec, values: &[f32], operations: &dyn Operations)
-    -> Result<Tensor, Error>;
-}
-
-impl BlockFiles for SortedParent {
-    fn architecture(&self) -> &Architecture {
-        &self.parent().architecture
-    }
-
-    fn values(&self, spec: &TensorSpec) -> Result<Vec<f32>, Error> {
-        self.parent().values(spec)
-    }
-
-    fn placed(
-        &self,
-        spec: &TensorSpec,
-        values: &[f32],
-        operations: &dyn Operations,
-    ) -> Result<Tensor, Error> {
-        self.sorted_on(spec, values, operations)
-    }
+    fn read(&self, spec: &TensorSpec, element_type: ElementType) -> Result<Elements, Error>;
 }
 
 impl BlockFiles for SavedModel {
@@ -66,17 +40,8 @@ impl BlockFiles for SavedModel {
         SavedModel::architecture(self)
     }
 
-    fn values(&self, spec: &TensorSpec) -> Result<Vec<f32>, Error> {
-        SavedModel::values(self, spec)
-    }
-
-    fn placed(
-        &self,
-        spec: &TensorSpec,
-        values: &[f32],
-        operations: &dyn Operations,
-    ) -> Result<Tensor, Error> {
-        place(spec, values, operations)
+    fn read(&self, spec: &TensorSpec, element_type: ElementType) -> Result<Elements, Error> {
+        self.elements(spec, element_type)
     }
 }
 
@@ -95,7 +60,10 @@ impl dyn BlockFiles + '_ {
             blocks: Vec::new(),
             ..self.architecture().clone()
         };
-        Model::from_tensors(&around, |spec| self.placed(spec, &self.values(spec)?, operations))
+        Model::from_tensors(&around, |spec| {
+            let elements = self.read(spec, read_as(operations, spec.role))?;
+            place(spec, &elements, operations)
+        })
     }
 
     /// Bytes that [`ends`](Self::ends) take on the backend's device.
@@ -127,7 +95,13 @@ impl dyn BlockFiles + '_ {
         waiting: impl FnMut() -> Result<(), E>,
         mut visit: impl FnMut(usize, &BlockWeights) -> Result<(), E>,
     ) -> Result<(), E> {
-        let specs = self.architecture().tensors();
+        let specs = self.architecture().tensors().into_iter();
+        let specs: Vec<(TensorSpec, ElementType)> = specs
+            .map(|spec| {
+                let element_type = read_as(operations, spec.role);
+                (spec, element_type)
+            })
+            .collect();
         let read = |block| self.read_block(&specs, block);
         read_ahead(blocks, read, waiting, |block, read| {
             let weights = self.placed_block(block, read, operations)?;
@@ -135,9 +109,10 @@ impl dyn BlockFiles + '_ {
         })
     }
 
-    fn read_block(&self, specs: &[TensorSpec], block: usize) -> Result<Read, Error> {
-        let own = specs.iter().filter(|spec| spec.block == Some(block));
-        own.map(|spec| Ok((spec.clone(), self.values(spec)?))).collect()
+    fn read_block(&self, specs: &[(TensorSpec, ElementType)], block: usize) -> Result<Read, Error> {
+        let own = specs.iter().filter(|(spec, _)| spec.block == Some(block));
+        own.map(|(spec, element_type)| Ok((spec.clone(), self.read(spec, *element_type)?)))
+            .collect()
     }
 
     fn placed_block(
@@ -157,9 +132,9 @@ impl dyn BlockFiles + '_ {
             })?
             .shape;
         let mut parts = Vec::with_capacity(read.len());
-        // Each tensor's values go as soon as the device has them.
-        for (spec, values) in read {
-            parts.push((spec.role, self.placed(&spec, &values, operations)?));
+        // Each tensor's elements go as soon as the device has them.
+        for (spec, elements) in read {
+            parts.push((spec.role, place(&spec, &elements, operations)?));
         }
         let mut weights = BlockWeights::of_parts(shape, architecture.hidden, &parts)?;
         weights.stack(operations)?;
@@ -224,8 +199,8 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
-    use crate::checkpoint::Parent;
     use crate::checkpoint::sorted::tests::{backwards, sorted, tiny};
+    use crate::checkpoint::{Parent, SortedParent};
     use crate::ops::cpu::CpuOperations;
 
     /// Something that is counted while it lives.

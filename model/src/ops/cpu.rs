@@ -26,7 +26,7 @@ use super::{
     AdamWParameter, AdamWStep, Axis, Head, HeadGradient, HostTokens, KvCache, Layout, Linear, LinearGradient,
     Losses, Operations, Pending, RopeTable, TokenBatch,
 };
-use crate::{ElementType, Error, Result, Tensor};
+use crate::{ElementType, Elements, Error, Result, Tensor};
 
 /// Operations on the host's processor and memory.
 #[derive(Debug, Clone, Copy, Default)]
@@ -59,6 +59,15 @@ impl Operations for CpuOperations {
 
     fn upload(&self, data: &[f32], rows: usize, columns: usize) -> Result<Tensor> {
         elementwise::upload(data, rows, columns)
+    }
+
+    fn upload_elements(&self, elements: &Elements, rows: usize, columns: usize) -> Result<Tensor> {
+        match elements {
+            Elements::F32(values) => self.upload(values, rows, columns),
+            Elements::Bf16(_) => Err(Error::ElementType {
+                element_type: ElementType::Bf16,
+            }),
+        }
     }
 
     fn download(&self, tensor: &Tensor) -> Result<Vec<f32>> {

@@ -118,19 +118,19 @@ fn bytes_of(buffer: &[f32]) -> usize {
 }
 
 /// Zeros that the system has not touched yet, in huge pages where they are worth it.
-fn fresh(len: usize) -> Vec<f32> {
-    let buffer = vec![0.0f32; len];
-    if bytes_of(&buffer) >= HUGE_PAGE_BYTES {
+pub(crate) fn fresh<T: Clone + Default>(len: usize) -> Vec<T> {
+    let buffer = vec![T::default(); len];
+    if size_of_val(buffer.as_slice()) >= HUGE_PAGE_BYTES {
         advise_huge_pages(&buffer);
     }
     buffer
 }
 
 #[cfg(target_os = "linux")]
-fn advise_huge_pages(buffer: &[f32]) {
+fn advise_huge_pages<T>(buffer: &[T]) {
     const PAGE: usize = 4096;
     let start = (buffer.as_ptr() as usize).next_multiple_of(PAGE);
-    let end = (buffer.as_ptr() as usize + bytes_of(buffer)) / PAGE * PAGE;
+    let end = (buffer.as_ptr() as usize + size_of_val(buffer)) / PAGE * PAGE;
     if end > start {
         // SAFETY: whole pages inside an allocation that this buffer owns; the advice changes no content.
         // A refusal costs speed only.
@@ -139,4 +139,4 @@ fn advise_huge_pages(buffer: &[f32]) {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn advise_huge_pages(_buffer: &[f32]) {}
+fn advise_huge_pages<T>(_buffer: &[T]) {}

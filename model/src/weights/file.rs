@@ -13,10 +13,10 @@ use espalier_arch::{Architecture, TensorSpec};
 use safetensors::{Dtype, View};
 use serde_json::Value;
 
-use super::{Model, upload_for_blocks};
+use super::{Model, read_as};
 use crate::files;
 use crate::ops::Operations;
-use crate::{Error, Result, Tensor};
+use crate::{ElementType, Elements, Error, Result, Tensor};
 
 /// Longest header that is believed.
 const MAX_HEADER_BYTES: u64 = 100 << 20;
@@ -293,7 +293,7 @@ pub(crate) fn save_model(
         }
     };
     let tensors = architecture.tensors().into_iter().map(|spec| {
-        let (rows, columns) = super::tensors::matrix_shape(&spec.shape);
+        let (rows, columns) = super::matrix_shape(&spec.shape);
         let outgoing = Outgoing {
             shape: vec![rows, columns],
             data: Data::Made(&make, spec.clone()),
@@ -353,22 +353,24 @@ impl SavedModel {
         &self.architecture
     }
 
-    /// One of the architecture's tensors, row by row.
+    /// One of the architecture's tensors, row by row, rounded to this type.
     ///
     /// # Errors
     /// When the file cannot be read any more, or holds it in another shape.
-    pub fn values(&self, spec: &TensorSpec) -> Result<Vec<f32>> {
-        let (rows, columns) = super::tensors::matrix_shape(&spec.shape);
-        self.file.values(&spec.name, rows, columns)
+    pub fn elements(&self, spec: &TensorSpec, element_type: ElementType) -> Result<Elements> {
+        let (rows, columns) = super::matrix_shape(&spec.shape);
+        let values = self.file.values(&spec.name, rows, columns)?;
+        Ok(Elements::rounded(values, element_type))
     }
 
     /// The same, as blocks read it.
     ///
     /// # Errors
-    /// As [`SavedModel::values`], and when the backend runs out of memory.
+    /// As [`SavedModel::elements`], and when the backend runs out of memory.
     pub fn tensor(&self, spec: &TensorSpec, operations: &dyn Operations) -> Result<Tensor> {
-        let (rows, columns) = super::tensors::matrix_shape(&spec.shape);
-        upload_for_blocks(operations, spec.role, &self.values(spec)?, rows, columns)
+        let (rows, columns) = super::matrix_shape(&spec.shape);
+        let elements = self.elements(spec, read_as(operations, spec.role))?;
+        operations.upload_elements(&elements, rows, columns)
     }
 
     /// All of it on the backend's device.

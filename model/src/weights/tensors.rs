@@ -5,7 +5,7 @@ use espalier_arch::{Architecture, BlockKind, BlockShape, Role, TensorSpec};
 
 use super::{AttentionWeights, BlockWeights, MlpWeights, Model, StageWeights};
 use crate::ops::Operations;
-use crate::{ElementType, Error, Result, Tensor};
+use crate::{ElementType, Elements, Error, Result, Tensor};
 
 /// Standard deviation of random matrices, that of most families' initialisers.
 const RANDOM_DEVIATION: f32 = 0.02;
@@ -251,7 +251,8 @@ impl Model {
                 data.iter_mut()
                     .for_each(|value| *value = reach * generator.symmetric());
             }
-            upload_for_blocks(operations, spec.role, &data, rows, columns)
+            let elements = Elements::rounded(data, read_as(operations, spec.role));
+            operations.upload_elements(&elements, rows, columns)
         })?
         .stacked(operations)
     }
@@ -298,18 +299,8 @@ pub(crate) fn for_blocks(operations: &dyn Operations, role: Role, tensor: Tensor
     operations.copy_as(&tensor, element_type)
 }
 
-/// The values of a weight, as blocks read it.
-pub(crate) fn upload_for_blocks(
-    operations: &dyn Operations,
-    role: Role,
-    values: &[f32],
-    rows: usize,
-    columns: usize,
-) -> Result<Tensor> {
-    operations.upload_as(values, rows, columns, read_as(operations, role))
-}
-
-fn read_as(operations: &dyn Operations, role: Role) -> ElementType {
+/// What a weight is made of where blocks read it.
+pub(crate) fn read_as(operations: &dyn Operations, role: Role) -> ElementType {
     if is_vector(role) {
         ElementType::F32
     } else {

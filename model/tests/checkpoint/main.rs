@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod fixture;
+mod sorted;
 
 use std::fs;
 use std::path::Path;

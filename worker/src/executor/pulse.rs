@@ -21,7 +21,7 @@ use espalier_model::ops::{
     Accelerator, AdamWParameter, AdamWStep, Axis, Completion, Head, HeadGradient, KvCache, Layout, Linear,
     LinearGradient, Losses, Operations, Pending, RopeTable, TokenBatch,
 };
-use espalier_model::{ElementType, Result, Tensor};
+use espalier_model::{ElementType, Elements, Result, Tensor};
 
 use steps::BeatingSteps;
 
@@ -172,7 +172,7 @@ beating! {
     gang(mesh: Arc<Mesh>) -> Arc<dyn Gang>;
     zeros(rows: usize, columns: usize, element_type: ElementType) -> Tensor;
     upload(data: &[f32], rows: usize, columns: usize) -> Tensor;
-    upload_as(data: &[f32], rows: usize, columns: usize, element_type: ElementType) -> Tensor;
+    upload_elements(elements: &Elements, rows: usize, columns: usize) -> Tensor;
     download(tensor: &Tensor) -> Vec<f32>;
     copy_as(tensor: &Tensor, element_type: ElementType) -> Tensor;
     concatenate(tensors: &[&Tensor]) -> Tensor;

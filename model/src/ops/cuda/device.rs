@@ -4,8 +4,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rayon::prelude::*;
-
 use super::arena::Usage;
 use super::attention::Variants;
 use super::beside::Beside;
@@ -20,6 +18,7 @@ use super::stream::Stream;
 use super::transfer::{Landing, Plain, Staging};
 use super::{cache, library};
 use crate::collective::mesh;
+use crate::tensor::to_bf16;
 
 /// The least compute capability that the kernels run on: bf16 and asynchronous copies (Ampere).
 const LEAST_CAPABILITY: Version = Version { major: 8, minor: 0 };
@@ -27,8 +26,6 @@ const LEAST_CAPABILITY: Version = Version { major: 8, minor: 0 };
 const LEAST_FREE: u64 = 512 << 20;
 /// What is left to the driver and the libraries when no limit is given: modules, local memory, NCCL's buffers.
 const RESERVE: u64 = 1 << 30;
-/// Elements that a thread rounds at the least: fewer are not worth handing over.
-const LEAST_ROUNDED: usize = 1 << 16;
 
 /// What is known of one device.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -375,10 +372,7 @@ impl CudaDevice {
     /// # Errors
     /// As [`CudaDevice::upload_f32`].
     pub fn upload_bf16(&self, data: &[f32], rows: usize, columns: usize) -> Result<Matrix> {
-        // A streamed parent passes here once in every walk.
-        let round = |&value: &f32| half::bf16::from_f32(value).to_bits();
-        let rounded: Vec<u16> = data.par_iter().with_min_len(LEAST_ROUNDED).map(round).collect();
-        self.upload(Element::Bf16, &rounded, rows, columns)
+        self.upload(Element::Bf16, &to_bf16(data), rows, columns)
     }
 
     /// A row of i32.

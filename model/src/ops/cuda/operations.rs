@@ -29,7 +29,7 @@ use crate::ops::{
     Accelerator, AdamWParameter, AdamWStep, Axis, Completion, CudaTokens, Head, HeadGradient, KvCache,
     Layout, Linear, LinearGradient, Losses, Operations, Pending, RopeTable, TokenBatch,
 };
-use crate::{Device, ElementType, Result, Tensor};
+use crate::{Device, ElementType, Elements, Result, Tensor};
 
 /// Operations on one GPU: bf16 activations, f32 sums. Clones share the device.
 #[derive(Debug, Clone)]
@@ -166,16 +166,10 @@ impl Operations for CudaOperations {
         self.tensor(self.device.upload_f32(data, rows, columns)?)
     }
 
-    fn upload_as(
-        &self,
-        data: &[f32],
-        rows: usize,
-        columns: usize,
-        element_type: ElementType,
-    ) -> Result<Tensor> {
-        match element_type {
-            ElementType::F32 => self.upload(data, rows, columns),
-            ElementType::Bf16 => self.tensor(self.device.upload_bf16(data, rows, columns)?),
+    fn upload_elements(&self, elements: &Elements, rows: usize, columns: usize) -> Result<Tensor> {
+        match elements {
+            Elements::F32(values) => self.upload(values, rows, columns),
+            Elements::Bf16(bits) => self.tensor(self.device.upload(Element::Bf16, bits, rows, columns)?),
         }
     }
 
