@@ -2,11 +2,12 @@
 
 mod engine;
 mod failure;
+mod score;
 mod serving;
 
 use std::fmt;
 
-use espalier_arch::{Architecture, BlockShape, Candidate, Variant};
+use espalier_arch::{Architecture, BlockShape, Candidate};
 use espalier_search::{
     CostKey, CostRow, EngineMemory, Kept, Measurement, Point, Score, WholeParent, Workload,
 };
@@ -14,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 pub use engine::{Engine, VLLM};
 pub use failure::{Failure, FailureKind};
+pub use score::{BlockVariants, ScoreBlocks};
 pub use serving::Serving;
 
 /// Names an artifact by its content: lower-case hexadecimal BLAKE3.
@@ -73,8 +75,8 @@ pub enum TaskSpec {
     Calibrate(Calibrate),
     /// Merges importance and orders channels and groups by it.
     Sort(Sort),
-    /// Measures what each variant of one block costs in quality.
-    Score(ScoreBlock),
+    /// Measures what each variant of some blocks costs in quality.
+    Score(ScoreBlocks),
     /// Greedy conditional order in which whole layers are best removed (uniform strategy).
     DepthOrder(DepthOrder),
     /// KL of whole candidates without training (uniform strategy's grid).
@@ -134,6 +136,9 @@ pub enum TaskOutput {
     Calibrate {
         /// Importance sums in f64.
         importance: ArtifactId,
+        /// Whether the device had no room for the parent, so that its blocks were read as they were run.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        streamed: bool,
     },
     /// Of [`TaskSpec::Sort`].
     Sort {
@@ -142,7 +147,7 @@ pub enum TaskOutput {
     },
     /// Of [`TaskSpec::Score`].
     Score {
-        /// One for each variant asked for, in that order.
+        /// One for each variant asked for, block by block, in that order.
         scores: Vec<Score>,
     },
     /// Of [`TaskSpec::DepthOrder`].
@@ -279,20 +284,6 @@ pub struct Sort {
     pub parent: ParentRef,
     /// Sums, merged in this order.
     pub importance: Vec<ArtifactId>,
-}
-
-/// Asks what each variant of one block costs in quality.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ScoreBlock {
-    /// The sorted parent.
-    pub parent: ParentRef,
-    /// Index into the parent's list of blocks.
-    pub block: usize,
-    /// The variants that stand in, one at a time.
-    pub variants: Vec<Variant>,
-    /// The tokens.
-    pub shard: Shard,
 }
 
 /// Asks in which order whole layers are best removed.
@@ -582,7 +573,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use espalier_search::{Measurement, Shortage, Summary, WholeParent};
 
-    use super::{MeasuredPair, Recipe, Recovered};
+    use super::{MeasuredPair, Recipe, Recovered, TaskOutput};
 
     #[test]
     fn a_pair_with_its_context_is_written_as_before_it_could_be_without() {
@@ -629,6 +620,17 @@ mod tests {
         };
         let written = serde_json::to_string(&means).unwrap();
         assert_eq!(serde_json::from_str::<Recovered>(&written).unwrap(), means);
+    }
+
+    #[test]
+    fn sums_of_a_parent_that_was_held_are_told_as_before_one_could_be_streamed() {
+        let before = r#"{"kind":"calibrate","importance":"i"}"#;
+        let held: TaskOutput = serde_json::from_str(before).unwrap();
+        assert_eq!(serde_json::to_string(&held).unwrap(), before);
+        assert!(matches!(held, TaskOutput::Calibrate { streamed: false, .. }));
+        let streamed = r#"{"kind":"calibrate","importance":"i","streamed":true}"#;
+        let read: TaskOutput = serde_json::from_str(streamed).unwrap();
+        assert_eq!(serde_json::to_string(&read).unwrap(), streamed);
     }
 
     #[test]

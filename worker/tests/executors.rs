@@ -8,7 +8,7 @@ use espalier_artifact::BlockingStore;
 use espalier_model::Device;
 use espalier_proto::task::{
     Calibrate, Check, DepthOrder, Engine, Evaluate, Export, FailureKind, Ingest, Ingested, ParentRef,
-    Profile, Rank, Recipe, Recover, ScoreBlock, Sort, Student, TaskOutput, TaskSpec, Verify,
+    Profile, Rank, Recipe, Recover, ScoreBlocks, Sort, Student, TaskOutput, TaskSpec, Verify,
 };
 use espalier_search::{Point, Workload};
 use espalier_worker::Result;
@@ -58,7 +58,7 @@ impl Bench {
                 parent: ingested.parent.clone(),
                 shard: shard.clone(),
             });
-            let TaskOutput::Calibrate { importance: sums } = self.run(spec).unwrap() else {
+            let TaskOutput::Calibrate { importance: sums, .. } = self.run(spec).unwrap() else {
                 panic!("another output")
             };
             importance.push(sums);
@@ -172,10 +172,11 @@ fn scores_grow_as_variants_shrink_and_a_whole_block_costs_nothing() {
             channels: mlp.channels / 4,
         },
     ];
-    let spec = ScoreBlock {
+    let spec = ScoreBlocks {
         parent,
         block,
         variants,
+        further: Vec::new(),
         shard: ingested.scoring.clone(),
     };
     let TaskOutput::Score { scores } = bench.run(TaskSpec::Score(spec)).unwrap() else {

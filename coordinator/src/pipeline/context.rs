@@ -92,6 +92,15 @@ impl<'a> Context<'a> {
         })
     }
 
+    /// Whether any device had no room for the parent when it was calibrated.
+    pub(super) fn is_streamed(&self) -> Result<bool, PlanError> {
+        let each = self.each(Stage::Calibrate, |output| match output {
+            TaskOutput::Calibrate { streamed, .. } => Some(*streamed),
+            _ => None,
+        })?;
+        Ok(each.is_some_and(|each| each.contains(&true)))
+    }
+
     /// The parent with its permutation, once it is sorted.
     pub(super) fn sorted(&self) -> Result<Option<ParentRef>, PlanError> {
         let permutation = self.single(Stage::Sort, |output| match output {

@@ -302,7 +302,7 @@ pub struct StageCost {
     pub stage: Stage,
     /// Tasks it had.
     pub tasks: usize,
-    /// Tokens that went through the model, those of a shard once for each task; 0 where none did.
+    /// Tokens that went through the model, those of a shard once for each task, or block that was scored; 0 where none did.
     pub tokens: u64,
     /// Seconds from its first task's start to its last one's end, those between a failure of the job and its retry aside.
     pub seconds: f64,

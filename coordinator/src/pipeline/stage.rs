@@ -24,7 +24,7 @@ pub enum Stage {
     Calibrate,
     /// Orders channels and groups.
     Sort,
-    /// Scores every variant, one task a block.
+    /// Scores every variant: one task a block, or one for several where the parent is read for each task.
     Score,
     /// Orders layers for removal.
     DepthOrder,
@@ -210,7 +210,7 @@ pub struct PlannedStage {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PlannedTask {
-    /// Names it within its stage: `block-07`, `uniform-after`.
+    /// Names it within its stage: `block-007`, `blocks-008-015`, `uniform-after`.
     pub name: String,
     /// What it is asked.
     pub spec: TaskSpec,

@@ -2,8 +2,8 @@
 
 use espalier_arch::{Architecture, Variant};
 use espalier_proto::task::{
-    Calibrate, DepthOrder, Ingest, Ingested, ParentRef, Profile, Profiled, ScoreBlock, Sort, TaskOutput,
-    TaskSpec,
+    BlockVariants, Calibrate, DepthOrder, Ingest, Ingested, ParentRef, Profile, Profiled, ScoreBlocks, Sort,
+    TaskOutput, TaskSpec,
 };
 use espalier_search::heterogeneous::{Fitted, Impossible, Question, Reachable, choose};
 use espalier_search::running::roomiest;
@@ -21,6 +21,9 @@ use crate::spec::{Engine, JobSpec, Strategy};
 
 /// Rounds of the profile over all shapes, interleaved.
 const PROFILE_ROUNDS: usize = 7;
+/// Blocks that are scored by one task where the parent is read for each of them: so many fewer times it is read, and a lost
+/// task costs so much.
+const BLOCKS_TOGETHER: usize = 8;
 
 pub(super) fn plan(spec: &JobSpec, results: &Results) -> Result<Plan, PlanError> {
     let context = Context { spec, results };
@@ -61,7 +64,7 @@ pub(super) fn plan(spec: &JobSpec, results: &Results) -> Result<Plan, PlanError>
     }
     offer(&mut plan, results, Stage::Calibrate, || calibrate(ingested))?;
     let importance = context.each(Stage::Calibrate, |output| match output {
-        TaskOutput::Calibrate { importance } => Some(importance.clone()),
+        TaskOutput::Calibrate { importance, .. } => Some(importance.clone()),
         _ => None,
     })?;
     if let Some(importance) = importance {
@@ -180,32 +183,41 @@ fn score(
     ingested: &Ingested,
     parent: &ParentRef,
 ) -> Result<Vec<PlannedTask>, PlanError> {
-    let mut tasks = Vec::new();
-    for (block, variants) in context
-        .space()
-        .all_variants(&ingested.architecture)?
-        .into_iter()
-        .enumerate()
-    {
-        let variants: Vec<Variant> = variants
-            .into_iter()
-            .filter(|variant| *variant != Variant::Whole)
-            .collect();
-        if variants.is_empty() {
-            continue;
+    let mut scored = Vec::new();
+    let all = context.space().all_variants(&ingested.architecture)?;
+    for (block, mut variants) in all.into_iter().enumerate() {
+        variants.retain(|variant| *variant != Variant::Whole);
+        if !variants.is_empty() {
+            scored.push(BlockVariants { block, variants });
         }
-        let spec = ScoreBlock {
-            parent: parent.clone(),
-            block,
-            variants,
-            shard: ingested.scoring.clone(),
-        };
-        tasks.push(task(format!("block-{block:03}"), TaskSpec::Score(spec)));
     }
-    if tasks.is_empty() {
+    if scored.is_empty() {
         let message =
             "search: no block has a smaller variant; allow skip, fewer kv_groups or a finer mlp_grid";
         return Err(PlanError::Invalid(message.to_owned()));
+    }
+    let together = if context.is_streamed()? {
+        BLOCKS_TOGETHER
+    } else {
+        1
+    };
+    let mut tasks = Vec::new();
+    for blocks in scored.chunks(together) {
+        let Some((first, further)) = blocks.split_first() else {
+            continue;
+        };
+        let name = match further.last() {
+            Some(last) => format!("blocks-{:03}-{:03}", first.block, last.block),
+            None => format!("block-{:03}", first.block),
+        };
+        let spec = ScoreBlocks {
+            parent: parent.clone(),
+            block: first.block,
+            variants: first.variants.clone(),
+            further: further.to_vec(),
+            shard: ingested.scoring.clone(),
+        };
+        tasks.push(task(name, TaskSpec::Score(spec)));
     }
     Ok(tasks)
 }

@@ -255,7 +255,7 @@ fn found_by(
                 change.put(keys::score(job, block, task, index), &ScoreEntry { task, score })?;
             }
         }
-        Ok(TaskOutput::Calibrate { importance }) => {
+        Ok(TaskOutput::Calibrate { importance, .. }) => {
             let artifact = importance;
             change.put(keys::importance(job, task), &ImportanceRow { task, artifact })?;
         }

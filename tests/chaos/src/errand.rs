@@ -66,6 +66,7 @@ impl Errand {
     pub fn output(&self) -> TaskOutput {
         TaskOutput::Calibrate {
             importance: ArtifactId("0".repeat(64)),
+            streamed: false,
         }
     }
 }

@@ -134,12 +134,13 @@ pub fn nature(spec: &TaskSpec) -> Option<Nature> {
 pub fn output(lease: &Lease) -> TaskOutput {
     TaskOutput::Calibrate {
         importance: ArtifactId(format!("{}-{}", lease.term, lease.attempt)),
+        streamed: false,
     }
 }
 
 /// Term and number of the attempt that made an output.
 pub fn made_by(output: &Payload) -> Option<(u64, u64)> {
-    let TaskOutput::Calibrate { importance } = serde_json::from_str(output.as_str()).ok()? else {
+    let TaskOutput::Calibrate { importance, .. } = serde_json::from_str(output.as_str()).ok()? else {
         return None;
     };
     let (term, attempt) = importance.0.split_once('-')?;

@@ -14,7 +14,7 @@ use espalier_proto::task::{ArtifactId, ParentRef, Shard};
 use super::Context;
 use super::parent::{self, Blocks, Held, Resident};
 use super::plan::Training;
-use super::streams::{Form, Stream, advance, groups};
+use super::streams::{Arrived, Form, Part, Start, Unit, through};
 use crate::Result;
 use crate::data::shard::{self, Sequences};
 use crate::engine::vllm::Vllm;
@@ -44,7 +44,8 @@ pub(super) struct Batch {
 struct Batches {
     of: (ParentRef, ArtifactId),
     list: Arc<Vec<Batch>>,
-    /// Inputs of blocks, one for each batch: those of all blocks where they fit, else of the last that was asked for.
+    /// Inputs of blocks, one for each batch: those of all blocks where they fit, else of the one after the last that something
+    /// branched off before.
     inputs: BTreeMap<usize, Vec<Tensor>>,
 }
 
@@ -185,43 +186,52 @@ impl Caches {
         (reference, held): (&ParentRef, &Held),
         shard: &Shard,
     ) -> Result<Arc<Vec<Batch>>> {
-        let batches = self.computed(context, (reference, held), shard, None)?;
+        let part = Part::before_others("the parent itself");
+        let batches = self.branched(context, (reference, held), shard, &[], part, |_, _| Ok(()))?;
         Ok(Arc::clone(&batches.list))
     }
 
-    /// The same, and the parent's input of a block for each of them.
+    /// Gives `take` each of those batches with the hidden states, before the final norm, that it has in `forms`, which are in
+    /// the order in which they branch off the parent. One walk of the parent's blocks for as many batches as have room.
     ///
     /// # Errors
-    /// As [`Caches::batches`].
-    pub(super) fn inputs(
+    /// As [`Caches::batches`], and those of `take`.
+    pub(super) fn branches(
         &mut self,
         context: &Context<'_>,
         (reference, held): (&ParentRef, &Held),
         shard: &Shard,
-        block: usize,
-    ) -> Result<(Arc<Vec<Batch>>, Vec<Tensor>)> {
-        let batches = self.computed(context, (reference, held), shard, Some(block))?;
-        let inputs = batches.inputs_of(context, held.blocks(), block)?;
-        Ok((Arc::clone(&batches.list), inputs))
+        forms: &[Form],
+        part: Part<'_>,
+        take: impl FnMut(&Batch, Vec<Tensor>) -> Result<()>,
+    ) -> Result<()> {
+        self.branched(context, (reference, held), shard, forms, part, take)?;
+        Ok(())
     }
 
-    fn computed(
+    fn branched(
         &mut self,
         context: &Context<'_>,
         (reference, held): (&ParentRef, &Held),
         shard: &Shard,
-        block: Option<usize>,
-    ) -> Result<&mut Batches> {
+        forms: &[Form],
+        part: Part<'_>,
+        take: impl FnMut(&Batch, Vec<Tensor>) -> Result<()>,
+    ) -> Result<&Batches> {
         let of = (reference.clone(), shard.artifact.clone());
         // Others go before these come.
-        let batches = match self.batches.take().filter(|kept| kept.of == of) {
-            Some(kept) => kept,
-            None => {
-                let sequences = shard::read(context.store, shard, held.architecture().vocab_size)?;
-                Batches::compute(context, held.blocks(), of, &sequences, block)?
+        self.batches = self.batches.take().filter(|kept| kept.of == of);
+        match &mut self.batches {
+            Some(kept) => {
+                kept.go_on(context, held.blocks(), forms, part, take)?;
+                Ok(kept)
             }
-        };
-        Ok(self.batches.insert(batches))
+            missing => {
+                let sequences = shard::read(context.store, shard, held.architecture().vocab_size)?;
+                let computed = Batches::compute(context, held.blocks(), of, &sequences, (forms, part), take)?;
+                Ok(missing.insert(computed))
+            }
+        }
     }
 
     /// The parent's final hidden states of some sequences, in their order. They are kept up to the training's
@@ -343,60 +353,62 @@ pub(super) fn layouts(sequences: &Sequences, rows: usize) -> Vec<(Layout, Vec<u3
 }
 
 impl Batches {
-    /// Runs the parent over a shard. Inputs are kept where a block is named: those of all blocks where they fit, else its
-    /// own.
+    /// Runs the parent over a shard for the first time, and what branches off it. Where something does, inputs are kept: those
+    /// of all blocks where the parent is held and they fit, else of the block after the last that something branched off
+    /// before, from which the next is likely to go on.
     fn compute(
         context: &Context<'_>,
         blocks: Blocks<'_>,
         of: (ParentRef, ArtifactId),
         sequences: &Sequences,
-        block: Option<usize>,
+        (forms, part): (&[Form], Part<'_>),
+        mut take: impl FnMut(&Batch, Vec<Tensor>) -> Result<()>,
     ) -> Result<Self> {
         let (architecture, runner) = (blocks.architecture(), blocks.runner());
-        let row = architecture.hidden * context.operations.activation_bytes();
-        let once = sequences.tokens.len().saturating_mul(row);
         let depth = architecture.blocks.len();
         let plan = blocks.plan(context);
-        let all = block.is_some() && once.saturating_mul(depth) <= plan.input_bytes();
-        let keeps = |index: usize| all || block == Some(index);
-        let kept = (0..depth).filter(|index| keeps(*index)).count();
-        let batches = layouts(sequences, plan.rows(architecture));
-        let bytes = |(layout, _): &(Layout, Vec<u32>)| layout.rows() * row;
-        let room = blocks.room(context, once.saturating_mul(kept.saturating_add(1)));
-        let (mut list, mut inputs) = (Vec::new(), BTreeMap::<usize, Vec<Tensor>>::new());
-        let form = Form::whole(architecture);
-        let groups = groups(&batches, bytes, room);
-        let mut batches = batches.into_iter();
-        for (number, group) in groups.iter().enumerate() {
-            let own: Vec<(Layout, Vec<u32>)> = batches.by_ref().take(group.len()).collect();
-            let mut streams = enter(
-                blocks,
-                &form,
-                own.iter().map(|(layout, tokens)| (*layout, &**tokens)),
-            )?;
-            advance(context, blocks, 0..depth, &mut streams, |index, streams| {
-                // How much of the attempt this is, nobody knows.
-                context.progress(0, 1, "blocks", || {
-                    format!(
-                        "the parent itself: block {index}, group {number} of {}",
-                        groups.len()
-                    )
-                })?;
-                if keeps(index) {
-                    let states = streams.iter().map(|stream| stream.hidden.clone());
-                    inputs.entry(index).or_default().extend(states);
-                }
-                Ok(())
-            })?;
-            for ((layout, tokens), stream) in own.into_iter().zip(streams) {
-                let finals = runner.final_norm(&stream.hidden)?;
-                list.push(Batch {
-                    layout,
-                    tokens,
-                    finals,
-                });
+        let once = states_bytes(context, blocks, sequences.tokens.len());
+        let keeps = match forms.last() {
+            None => 0..0,
+            Some(_) if !blocks.are_read() && once.saturating_mul(depth) <= plan.input_bytes() => 0..depth,
+            Some(last) => {
+                let next = last.branches_before() + 1;
+                next..depth.min(next + 1)
             }
-        }
+        };
+        let batches = layouts(sequences, plan.rows(architecture));
+        let units: Vec<Unit<'_>> = batches
+            .iter()
+            .map(|(layout, tokens)| Unit {
+                forms,
+                layout: *layout,
+                start: Start::Tokens(tokens),
+                own: Some(depth),
+            })
+            .collect();
+        let (mut list, mut inputs) = (Vec::new(), BTreeMap::<usize, Vec<Tensor>>::new());
+        let before = |block: usize, own: &[&Tensor]| {
+            if keeps.contains(&block) {
+                let states = own.iter().map(|states| (*states).clone());
+                inputs.entry(block).or_default().extend(states);
+            }
+            Ok(())
+        };
+        let kept = once.saturating_mul(keeps.len().saturating_add(1));
+        through(context, blocks, units, kept, part, before, |index, arrived| {
+            let (Some((layout, tokens)), Some(own)) = (batches.get(index), arrived.own) else {
+                return Ok(());
+            };
+            let batch = Batch {
+                layout: *layout,
+                tokens: tokens.clone(),
+                finals: runner.final_norm(&own)?,
+            };
+            drop(own);
+            take(&batch, arrived.forms)?;
+            list.push(batch);
+            Ok(())
+        })?;
         Ok(Self {
             of,
             list: Arc::new(list),
@@ -404,48 +416,66 @@ impl Batches {
         })
     }
 
-    /// The inputs of a block: those that are kept, or made of what is kept of the nearest block before it, in whose place
-    /// they are then kept.
-    fn inputs_of(&mut self, context: &Context<'_>, blocks: Blocks<'_>, block: usize) -> Result<Vec<Tensor>> {
-        if let Some(inputs) = self.inputs.get(&block) {
-            return Ok(inputs.clone());
-        }
-        let form = Form::whole(blocks.architecture());
-        let batches = self.list.iter();
-        let mut streams = match self.inputs.range(..block).next_back() {
-            Some((from, states)) => {
-                let stream = |(batch, hidden): (&Batch, &Tensor)| Stream {
-                    form: &form,
-                    from: *from,
-                    layout: batch.layout,
-                    hidden: hidden.clone(),
-                };
-                batches.zip(states).map(stream).collect()
-            }
-            None => enter(blocks, &form, batches.map(|batch| (batch.layout, &*batch.tokens)))?,
+    /// Runs what branches off the parent, from what is kept of the nearest block before. In its place the parent's own states
+    /// are kept before the block after the last, where those are not.
+    fn go_on(
+        &mut self,
+        context: &Context<'_>,
+        blocks: Blocks<'_>,
+        forms: &[Form],
+        part: Part<'_>,
+        mut take: impl FnMut(&Batch, Vec<Tensor>) -> Result<()>,
+    ) -> Result<()> {
+        let (Some(first), Some(last)) = (forms.first(), forms.last()) else {
+            return Ok(());
         };
-        // They are held no longer than it takes to go on from them.
-        self.inputs.clear();
-        advance(context, blocks, 0..block, &mut streams, |_, _| Ok(()))?;
-        let inputs: Vec<Tensor> = streams.into_iter().map(|stream| stream.hidden).collect();
-        self.inputs.insert(block, inputs.clone());
-        Ok(inputs)
+        let next = last.branches_before() + 1;
+        let is_wanted = next < blocks.architecture().blocks.len() && !self.inputs.contains_key(&next);
+        let own = is_wanted.then_some(next);
+        let list = Arc::clone(&self.list);
+        let nearest = self.inputs.range(..=first.branches_before()).next_back();
+        let start_of = |index: usize| {
+            let (block, states) = nearest?;
+            Some((*block, states.get(index)?.clone()))
+        };
+        let units: Vec<Unit<'_>> = list
+            .iter()
+            .enumerate()
+            .map(|(index, batch)| Unit {
+                forms,
+                layout: batch.layout,
+                start: match start_of(index) {
+                    Some((block, states)) => Start::Before(block, states),
+                    None => Start::Tokens(&batch.tokens),
+                },
+                own,
+            })
+            .collect();
+        let rows: usize = list.iter().map(|batch| batch.layout.rows()).sum();
+        let more = match (own, nearest) {
+            (Some(_), None) => states_bytes(context, blocks, rows),
+            // None, or as much goes as comes.
+            _ => 0,
+        };
+        if is_wanted {
+            // They are held no longer than it takes to go on from them.
+            self.inputs.clear();
+        }
+        let mut states = Vec::new();
+        let arrive = |index: usize, arrived: Arrived| {
+            states.extend(arrived.own);
+            list.get(index).map_or(Ok(()), |batch| take(batch, arrived.forms))
+        };
+        through(context, blocks, units, more, part, |_, _| Ok(()), arrive)?;
+        if is_wanted {
+            self.inputs.insert(next, states);
+        }
+        Ok(())
     }
 }
 
-/// Batches before the first block.
-fn enter<'a, 'b>(
-    blocks: Blocks<'_>,
-    form: &'a Form,
-    batches: impl Iterator<Item = (Layout, &'b [u32])>,
-) -> Result<Vec<Stream<'a>>> {
-    let stream = |(layout, tokens): (Layout, &[u32])| {
-        Ok(Stream {
-            form,
-            from: 0,
-            layout,
-            hidden: blocks.runner().embed(tokens)?,
-        })
-    };
-    batches.map(stream).collect()
+/// Bytes of hidden states of so many rows.
+pub(super) fn states_bytes(context: &Context<'_>, blocks: Blocks<'_>, rows: usize) -> usize {
+    let row = blocks.architecture().hidden * context.operations.activation_bytes();
+    rows.saturating_mul(row)
 }

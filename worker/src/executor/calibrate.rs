@@ -43,7 +43,10 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Calibrate) 
     })?;
     let importance = context.put_written(|path| sums.save(path))?;
     context.progress(total, total, "blocks", String::new)?;
-    Ok(TaskOutput::Calibrate { importance })
+    Ok(TaskOutput::Calibrate {
+        importance,
+        streamed: blocks.are_read(),
+    })
 }
 
 impl Sums {

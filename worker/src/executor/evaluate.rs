@@ -68,7 +68,7 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Evaluate) -
             of: parts,
             note: "held-out text",
         };
-        finals(context, subject.blocks, &units, part, |index, own| {
+        finals(context, subject.blocks, units, part, |index, own| {
             batches
                 .get(index)
                 .map_or(Ok(()), |batch| take(batch, own.first()))
@@ -111,6 +111,7 @@ impl<'a> Subject<'a> {
             forms: std::slice::from_ref(self.form),
             layout,
             start: Start::Tokens(tokens),
+            own: None,
         }
     }
 }

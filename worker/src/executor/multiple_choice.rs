@@ -205,7 +205,7 @@ fn score(context: &Context<'_>, subject: Subject<'_>, part: Part<'_>, items: &[I
         .iter()
         .map(|batch| subject.unit(&batch.tokens, batch.layout))
         .collect();
-    finals(context, subject.blocks, &units, part, |index, normed| {
+    finals(context, subject.blocks, units, part, |index, normed| {
         let (Some(batch), Some(normed)) = (batches.get(index), normed.first()) else {
             return Ok(());
         };

@@ -178,6 +178,11 @@ impl<'a> Blocks<'a> {
         self.runner
     }
 
+    /// Whether a walk reads them.
+    pub fn are_read(self) -> bool {
+        self.files.is_some()
+    }
+
     /// The model's shape.
     pub fn architecture(self) -> &'a Architecture {
         match self.files {

@@ -25,6 +25,7 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Rank) -> Re
             forms,
             layout: batch.layout,
             start: Start::Tokens(&batch.tokens),
+            own: None,
         })
     };
     let units: Vec<Unit<'_>> = forms.chunks(TOGETHER).flat_map(unit).collect();
@@ -33,7 +34,7 @@ pub(super) fn run(context: &Context<'_>, caches: &mut Caches, task: &Rank) -> Re
         .map(|forms| Divergences::new(forms.len()))
         .collect();
     let note = format!("{} candidates", forms.len());
-    finals(context, blocks, &units, Part::only(&note), |index, students| {
+    finals(context, blocks, units, Part::only(&note), |index, students| {
         let (chunk, batch) = (index / batches.len(), index % batches.len());
         let (Some(sums), Some(batch)) = (sums.get_mut(chunk), batches.get(batch)) else {
             return Ok(());

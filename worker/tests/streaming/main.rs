@@ -18,8 +18,8 @@ use espalier_model::collective::local;
 use espalier_model::export::export;
 use espalier_model::ops::cpu::CpuOperations;
 use espalier_proto::task::{
-    ArtifactId, Calibrate, DepthOrder, Evaluate, Export, FailureKind, Ingest, Ingested, ParentRef, Rank,
-    Recipe, Recover, ScoreBlock, Sort, Student, TaskOutput, TaskSpec,
+    ArtifactId, BlockVariants, Calibrate, DepthOrder, Evaluate, Export, FailureKind, Ingest, Ingested,
+    ParentRef, Rank, Recipe, Recover, ScoreBlocks, Sort, Student, TaskOutput, TaskSpec,
 };
 use espalier_worker::executor::{Backend, Caches, Context, Stop, execute};
 use espalier_worker::{Error, Result};
@@ -89,7 +89,14 @@ impl Bench {
                 .run(&TaskSpec::Calibrate(Calibrate { parent, shard }))
                 .unwrap()
             {
-                TaskOutput::Calibrate { importance } => importance,
+                TaskOutput::Calibrate { importance, streamed } => {
+                    assert_eq!(
+                        streamed,
+                        self.limit.is_some(),
+                        "limits here are less than the parent"
+                    );
+                    importance
+                }
                 other => panic!("{other:?}"),
             }
         };
@@ -159,12 +166,19 @@ fn everything(bench: &mut Bench, ingested: &Ingested, weights: Option<&ArtifactI
     let candidates = candidates(ingested);
     let mut tasks = Vec::new();
     let blocks = &ingested.architecture.blocks;
-    // The third goes on from what the second left, the fourth cannot.
-    for block in [0, 3, 6, 5, blocks.len() - 1] {
-        tasks.push(TaskSpec::Score(ScoreBlock {
+    let last = blocks.len() - 1;
+    // The third goes on from what the second left, the fourth cannot; the fifth and the last are of several blocks, of which
+    // not two have room together.
+    for together in [&[0][..], &[3], &[6], &[5], &[6, 7, 9], &[last], &[1, 2]] {
+        let further = together[1..].iter().map(|block| BlockVariants {
+            block: *block,
+            variants: variants(&blocks[*block].shape),
+        });
+        tasks.push(TaskSpec::Score(ScoreBlocks {
             parent: parent.clone(),
-            block,
-            variants: variants(&blocks[block].shape),
+            block: together[0],
+            variants: variants(&blocks[together[0]].shape),
+            further: further.collect(),
             shard: shard.clone(),
         }));
     }

@@ -279,7 +279,12 @@ impl Tail<'_> {
         let tasks = u64::try_from(tasks).unwrap_or(u64::MAX);
         match stage {
             Stage::Calibrate => self.ingested.calibration.iter().map(shard_tokens).sum(),
-            Stage::Score | Stage::Rank { .. } => shard_tokens(&self.ingested.scoring).saturating_mul(tasks),
+            Stage::Score => {
+                let outputs = results.outputs(stage).unwrap_or_default().iter();
+                let blocks: u64 = outputs.map(scored_blocks).sum();
+                shard_tokens(&self.ingested.scoring).saturating_mul(blocks)
+            }
+            Stage::Rank { .. } => shard_tokens(&self.ingested.scoring).saturating_mul(tasks),
             Stage::DepthOrder => self.context.spec.budget.depth_tokens,
             Stage::Evaluate => shard_tokens(&self.ingested.validation).saturating_mul(tasks),
             Stage::Recover => {
@@ -296,6 +301,17 @@ impl Tail<'_> {
             }
             _ => 0,
         }
+    }
+}
+
+/// How many blocks a task has scored, whose scores follow each other.
+fn scored_blocks(output: &TaskOutput) -> u64 {
+    match output {
+        TaskOutput::Score { scores } => {
+            let blocks = scores.chunk_by(|one, next| one.block == next.block).count();
+            u64::try_from(blocks).unwrap_or(u64::MAX)
+        }
+        _ => 0,
     }
 }
 

@@ -1,5 +1,7 @@
 //! Parents that their device has no room for.
 
+use espalier_arch::Block;
+use espalier_proto::task::{ArtifactId, TaskOutput, TaskSpec};
 use espalier_search::{Metric, Shortage, WholeParent};
 
 use super::world::*;
@@ -93,6 +95,60 @@ fn a_miss_corrects_the_table_and_drift_of_the_candidates_own_time_is_noise() {
     assert_eq!(world.rounds(Strategy::Heterogeneous), 3);
     let noted = |part: &str| outcome.notes.iter().any(|note| note.contains(part));
     assert!(noted("was noisy and was measured again") && noted("the cost table was corrected"));
+}
+
+/// The blocks that each task of scoring is asked for, of a parent of five layers.
+fn scored_together(mut world: World) -> Vec<Vec<usize>> {
+    let mut asked = Vec::new();
+    let job = spec(r#"{"latency": "200ms"}"#, r#"["heterogeneous"]"#);
+    let ended = world.run_with(&job, |world, task, exported| match task {
+        TaskSpec::Ingest(_) => {
+            let TaskOutput::Ingest(mut ingested) = world.answer(task, exported) else {
+                panic!("another output")
+            };
+            let fifth: Vec<Block> = ingested.architecture.blocks[..2]
+                .iter()
+                .map(|block| Block {
+                    layer: 4,
+                    ..block.clone()
+                })
+                .collect();
+            ingested.architecture.blocks.extend(fifth);
+            ingested.architecture.layers = 5;
+            TaskOutput::Ingest(ingested)
+        }
+        TaskSpec::Score(score) => {
+            let blocks = score.blocks().into_iter();
+            asked.push(blocks.map(|(block, _)| block).collect());
+            // It need not go on.
+            TaskOutput::Sort {
+                permutation: ArtifactId("s".to_owned()),
+            }
+        }
+        _ => world.answer(task, exported),
+    });
+    let ended = ended.unwrap_err().to_string();
+    assert!(ended.contains("another kind of output"), "{ended}");
+    asked
+}
+
+#[test]
+fn blocks_of_a_parent_that_is_streamed_are_scored_together_and_those_of_one_that_is_held_each_for_itself() {
+    let streamed: [Vec<usize>; 2] = [(0..8).collect(), (8..10).collect()];
+    assert_eq!(scored_together(world()), streamed);
+    let held: Vec<Vec<usize>> = (0..10).map(|block| vec![block]).collect();
+    assert_eq!(scored_together(World::default()), held);
+    // The report counts what was scored, not by how many tasks.
+    let tokens = |mut world: World| {
+        let job = spec(r#"{"latency": "200ms"}"#, r#"["heterogeneous"]"#);
+        let costs = world.run(&job).unwrap().stages.into_iter();
+        let of_scores = costs.filter(|cost| cost.stage == Stage::Score);
+        of_scores
+            .map(|cost| (cost.tasks, cost.tokens))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(tokens(world()), [(1, 8 * 4 * 512)]);
+    assert_eq!(tokens(World::default()), [(8, 8 * 4 * 512)]);
 }
 
 #[test]

@@ -1,9 +1,9 @@
 //! The made-up worker.
 
-use espalier_arch::{Activation, Architecture, Attention, Block, BlockShape, Family, Mlp};
+use espalier_arch::{Activation, Architecture, Attention, Block, BlockShape, Family, Mlp, Variant};
 use espalier_proto::task::{
-    ArtifactId, Exported, Ingested, MeasuredPair, ParentRef, Profile, Profiled, Quality, Recovered,
-    ScoreBlock, Shard, TaskOutput, TaskSpec,
+    ArtifactId, Exported, Ingested, MeasuredPair, ParentRef, Profile, Profiled, Quality, Recovered, Shard,
+    TaskOutput, TaskSpec,
 };
 use espalier_search::{
     CostKey, CostRow, EngineMemory, Measurement, Mode, Point, Score, Shortage, Subject, Summary, WholeParent,
@@ -171,6 +171,18 @@ pub(super) fn key() -> CostKey {
     }
 }
 
+fn scores(block: usize, variants: &[Variant]) -> Vec<Score> {
+    let each = variants.iter().enumerate();
+    each.map(|(index, variant)| Score {
+        block,
+        variant: variant.clone(),
+        divergence: 0.01 * (index as f64 + 1.0) * (block as f64 + 1.0),
+        standard_error: 0.001,
+        tokens: 2048,
+    })
+    .collect()
+}
+
 pub(super) fn shard() -> Shard {
     Shard {
         artifact: ArtifactId("a".to_owned()),
@@ -258,21 +270,16 @@ impl World {
             }),
             TaskSpec::Calibrate(_) => TaskOutput::Calibrate {
                 importance: ArtifactId("i".to_owned()),
+                streamed: self.shortage.is_some(),
             },
             TaskSpec::Sort(_) => TaskOutput::Sort {
                 permutation: ArtifactId("s".to_owned()),
             },
-            TaskSpec::Score(ScoreBlock { block, variants, .. }) => TaskOutput::Score {
-                scores: variants
-                    .iter()
-                    .enumerate()
-                    .map(|(index, variant)| Score {
-                        block: *block,
-                        variant: variant.clone(),
-                        divergence: 0.01 * (index as f64 + 1.0) * (*block as f64 + 1.0),
-                        standard_error: 0.001,
-                        tokens: 2048,
-                    })
+            TaskSpec::Score(task) => TaskOutput::Score {
+                scores: task
+                    .blocks()
+                    .into_iter()
+                    .flat_map(|(block, variants)| scores(block, variants))
                     .collect(),
             },
             TaskSpec::DepthOrder(order) => TaskOutput::DepthOrder {
