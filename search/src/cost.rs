@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use espalier_arch::BlockShape;
 use crate::statistics::ERROR_OF_MEDIAN;
+use espalier_arch::BlockShape;
 use serde::{Deserialize, Serialize};
 
 /// What a cost table is true for.
