@@ -19,7 +19,7 @@ lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 
 lint-deny:
-	$(CARGO) deny --version >/dev/null 2>&1 || $(CARGO) install cargo-deny --version $(CARGO_DENY) --locked --quiet
+	$(CARGO) deny --version >/dev/null 2>&1 || $(CARGO) install cargo-deny --version $(CARGO_DENY) --locked --debug --quiet
 	$(CARGO) deny check bans licenses sources
 
 check-parity:
