@@ -205,7 +205,7 @@ pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Option
         model = model.extrapolating()?;
     }
     let (parent, parent_measured) = parent(known, target, &mut model)?;
-    // Checks correct what is predicted of smaller models. The parent stands as measured, or as the table has it.
+    // Checks correct what is predicted of smaller models. The parent stands as it was measured, or as sums have it.
     model = model.corrected(target.corrections)?;
     let (_, unpriced) = priced(&known.parent, &known.variants, &model)?;
     let limits = target.limits.resolve(&parent)?;

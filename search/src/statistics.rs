@@ -43,10 +43,16 @@ pub fn relative_error(values: &[f64]) -> f64 {
     standard_error(values) / median(values).abs().max(f64::MIN_POSITIVE)
 }
 
-/// [`relative_error`] of values divided by those that were taken beside them, each by its own.
-pub fn relative_error_against(values: &[f64], beside: &[f64]) -> f64 {
-    let ratios = values.iter().zip(beside).map(|(value, beside)| value / beside);
-    relative_error(&ratios.collect::<Vec<_>>())
+/// Values divided by those that were taken beside them, each by its own.
+pub fn ratios(values: &[f64], beside: &[f64]) -> Vec<f64> {
+    let turns = values.iter().zip(beside);
+    turns.map(|(value, beside)| value / beside).collect()
+}
+
+/// a / b of two times; 1 where that is no ratio.
+pub fn ratio(a: f64, b: f64) -> f64 {
+    let is_time = |value: f64| value > 0.0 && value.is_finite();
+    if is_time(a) && is_time(b) { a / b } else { 1.0 }
 }
 
 /// How far the halves of a series lie apart, as a share of its median: what moved while it was taken.
@@ -80,7 +86,7 @@ mod tests {
         assert!((relative_error(&scattered(1)) - expected).abs() < 1e-12);
         assert!((relative_error(&scattered(4)) - expected / 2.0).abs() < 1e-12);
         let doubled: Vec<f64> = scattered(1).iter().map(|value| 2.0 * value).collect();
-        assert!(relative_error_against(&doubled, &scattered(1)) < 1e-12);
+        assert!(relative_error(&ratios(&doubled, &scattered(1))) < 1e-12);
         assert!(relative_error(&[]).abs() < f64::EPSILON);
     }
 

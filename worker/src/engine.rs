@@ -16,7 +16,7 @@ use std::path::Path;
 
 use espalier_arch::Architecture;
 use espalier_proto::task::{ParentRef, Profile, Profiled, Serving};
-use espalier_search::statistics::{drift, relative_error, relative_error_against};
+use espalier_search::statistics::{drift, ratios, relative_error};
 use espalier_search::{CostKey, Measurement, Shortage, Summary, Workload};
 
 use crate::Result;
@@ -186,7 +186,7 @@ impl Series {
 
     /// The same of what they are of those of `other`, whose runs were had in turns with these.
     pub fn error_against(&self, other: &Self) -> f64 {
-        let error = |figure| relative_error_against(&self.each(figure), &other.each(figure));
+        let error = |figure| relative_error(&ratios(&self.each(figure), &other.each(figure)));
         error(|sample| sample.latency).max(error(|sample| sample.throughput))
     }
 

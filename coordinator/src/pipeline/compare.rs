@@ -9,6 +9,7 @@
 //! learnt is free of the pace, and an absolute limit on time is brought there by it.
 
 use espalier_proto::task::MeasuredPair;
+use espalier_search::statistics::ratio;
 use espalier_search::{Corrections, Figures, Limit, Measurement, Metric, Prediction, WholeParent};
 
 use super::MOST_MISPREDICTION;
@@ -101,10 +102,4 @@ pub(super) fn corrections(
         turnover: before.turnover * ratio(turnover(candidate), predicted_turnover * pace_of(&turnover)),
         memory_bytes: before.memory_bytes + memory - figures.memory_bytes.unwrap_or(memory),
     }
-}
-
-/// a / b; 1 where that is no ratio.
-fn ratio(a: f64, b: f64) -> f64 {
-    let is_time = |value: f64| value > 0.0 && value.is_finite();
-    if is_time(a) && is_time(b) { a / b } else { 1.0 }
 }

@@ -2,7 +2,7 @@
 
 use espalier_arch::{Architecture, Storage};
 use espalier_proto::task::{Ingested, MeasuredPair, ParentRef, Profiled, TaskOutput};
-use espalier_search::statistics::{relative_error, relative_error_against};
+use espalier_search::statistics::{median, ratios, relative_error};
 use espalier_search::{
     AbsoluteLimit, Bound, Corrections, CostModel, CostTable, Figures, Limit, MemoryModel, Metric, Score,
     Shortage, Space, Whole, Workload, parameters,
@@ -13,6 +13,8 @@ use crate::spec::{CostTableFile, CostTableSource, JobSpec, KvGroups, Strategy};
 
 /// Standard errors by which a value has to be off a limit to be clearly on one side of it.
 const DOUBT: f64 = 2.0;
+/// The least share that a value has to be off, however little repeats scatter.
+const LEAST_DOUBT: f64 = 0.01;
 /// Fewer repeats say nothing of how they scatter.
 const LEAST_REPEATS: usize = 4;
 
@@ -222,8 +224,8 @@ impl<'a> Context<'a> {
         let mut limits = self.spec.target.limits.iter();
         if limits.any(|limit| is_hidden_by_noise(&limit, pair)) {
             return Some(format!(
-                "one model's own time drifted by {:.1}% within a measurement, at most {:.0}% allowed where it is so near to \
-                 a limit, and {:.0}% of the times were taken while others used the processors, at most {:.0}% allowed; run \
+                "one model's own time drifted by {:.1}% within a measurement, at most {:.0}% allowed where a limit may be \
+                 met or not, and {:.0}% of the times were taken while others used the processors, at most {:.0}% allowed; run \
                  on a quieter machine",
                 pair.drift * 100.0,
                 MOST_DRIFT * 100.0,
@@ -301,26 +303,41 @@ pub(super) fn is_hidden_by_noise(limit: &Limit, pair: &MeasuredPair) -> bool {
 }
 
 /// Whether what was measured is farther from the limit than its scatter and the machine's change of pace explain. A share
-/// of the parent beside it knows no pace: that went by for both.
+/// of the parent beside it knows no pace: that went by for both. Of a candidate by itself nobody knows what is its own and
+/// what the machine's.
 fn is_clear(limit: &Limit, pair: &MeasuredPair) -> bool {
-    let beside = Figures::of_parent(&pair.parent, 0);
-    let (Ok(bound), Some(own)) = (limit.resolve(&beside), pair.candidate.timed(limit.metric)) else {
+    let parent = pair
+        .parent
+        .measured()
+        .and_then(|parent| parent.timed(limit.metric));
+    let (Some(parent), Some(own)) = (parent, pair.candidate.timed(limit.metric)) else {
         return false;
     };
     if own.samples.len() < LEAST_REPEATS {
         return false;
     }
-    let parent = pair
-        .parent
-        .measured()
-        .and_then(|parent| parent.timed(limit.metric));
-    let doubt = match (limit.bound, parent) {
-        (Bound::ShareOfParent(_), Some(parent)) => {
-            DOUBT * relative_error_against(&own.samples, &parent.samples)
+    // The medians of both may be of different paces, the turns are not; the verdict, which is by those, has to agree.
+    let (of_limit, by_medians, doubt) = match limit.bound {
+        Bound::ShareOfParent(share) => {
+            let ratios = ratios(&own.samples, &parent.samples);
+            let by_medians = own.median / (share * parent.median);
+            (
+                median(&ratios) / share,
+                by_medians,
+                DOUBT * relative_error(&ratios),
+            )
         }
-        _ => (DOUBT * relative_error(&own.samples)).max(pair.drift),
+        Bound::Absolute(value) => {
+            let of_limit = own.median / value;
+            (
+                of_limit,
+                of_limit,
+                (DOUBT * relative_error(&own.samples)).max(pair.drift),
+            )
+        }
     };
-    (own.median / bound.value - 1.0).abs() > doubt
+    let off = of_limit - 1.0;
+    off.abs() > doubt.max(LEAST_DOUBT) && off * (by_medians - 1.0) > 0.0
 }
 
 /// Parameters of the blocks.
@@ -340,4 +357,73 @@ pub(super) fn all_parameters(architecture: &Architecture) -> u64 {
         .iter()
         .map(espalier_arch::TensorSpec::elements)
         .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use espalier_search::{Measurement, Summary, WholeParent};
+
+    use super::*;
+
+    fn measured(latencies: &[f64]) -> Measurement {
+        let summary = Summary::of(latencies.to_vec());
+        Measurement {
+            latency_ms: summary.clone(),
+            first_token_ms: summary.clone(),
+            per_token_ms: summary.clone(),
+            throughput_tokens_per_second: summary,
+            memory_bytes: 0,
+        }
+    }
+
+    fn is_clear_of(limit: &str, parent: &[f64], candidate: &[f64], drift: f64) -> bool {
+        let pair = MeasuredPair {
+            parent: WholeParent::Measured(measured(parent)),
+            candidate: measured(candidate),
+            drift,
+            disturbed: 0.0,
+            without_context: false,
+            serving: None,
+        };
+        is_clear(&Limit::parse(Metric::Latency, limit).unwrap(), &pair)
+    }
+
+    #[test]
+    fn a_share_is_clear_by_turns_whatever_the_pace() {
+        let parent: Vec<f64> = [10.0, 13.0].repeat(4);
+        let times = |factor: f64| parent.iter().map(|time| factor * time).collect::<Vec<_>>();
+        for (factor, clear) in [(0.7, true), (0.8, true), (0.755, false), (0.75, false)] {
+            assert_eq!(
+                is_clear_of("75%", &parent, &times(factor), 0.3),
+                clear,
+                "{factor}"
+            );
+        }
+        // A pace that changes within a turn puts the medians on sides that the turns do not know.
+        let parent = [[10.0; 10].as_slice(), &[13.0; 11]].concat();
+        let candidate = [[8.0; 11].as_slice(), &[10.4; 10]].concat();
+        assert!(!is_clear_of("75%", &parent, &candidate, 0.3));
+    }
+
+    #[test]
+    fn milliseconds_are_clear_where_they_are_farther_off_than_the_drift_and_the_scatter() {
+        let steady = [10.0; 8];
+        for (limit, drift, clear) in [
+            ("12ms", 0.1, true),
+            ("8ms", 0.1, true),
+            ("12ms", 0.2, false),
+            ("11ms", 0.1, false),
+        ] {
+            assert_eq!(
+                is_clear_of(limit, &steady, &steady, drift),
+                clear,
+                "{limit} {drift}"
+            );
+        }
+        let scattered = [8.0, 12.0].repeat(4);
+        assert!(!is_clear_of("12ms", &steady, &scattered, 0.1));
+        assert!(!is_clear_of("12ms", &steady, &[10.0; 3], 0.0), "too few");
+    }
 }

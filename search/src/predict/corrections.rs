@@ -2,9 +2,14 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::model::Prediction;
+use crate::statistics::ratio;
 use crate::{Figures, Measurement};
 
-/// Factors by which times turned out larger than the table says, from checks of whole candidates. 1 at first.
+/// The share of a time that is the device's from which on it decides how long that is.
+const DEVICE_DECIDES: f64 = 0.9;
+
+/// Factors by which times turned out larger than predicted, from checks of whole candidates. 1 at first.
 ///
 /// In an engine that batches continuously a throughput is measured by itself, so it has a factor of its own, and the other
 /// two leave it alone.
@@ -38,29 +43,50 @@ impl Default for Corrections {
 }
 
 impl Corrections {
-    /// What was measured of a model, as multiples of what was predicted; of memory nothing.
-    pub(super) fn between(predicted: &Figures, measured: &Measurement) -> Self {
-        let first = measured.first_token_ms.median;
-        let predicted_first = predicted.first_token_ms.unwrap_or(0.0);
-        let later = measured.latency_ms.median - first;
-        let predicted_later = predicted.latency_ms.unwrap_or(0.0) - predicted_first;
-        let each_second = measured.throughput_tokens_per_second.median;
-        Self {
-            first_token: ratio(first, predicted_first),
-            decode: ratio(later, predicted_later),
-            turnover: ratio(predicted.throughput_tokens_per_second.unwrap_or(0.0), each_second),
-            memory_bytes: 0.0,
-        }
-    }
-
     /// Whether they change nothing.
     pub fn are_none(&self) -> bool {
         *self == Self::default()
     }
 }
 
-/// a / b; 1 where that is no ratio of times.
-fn ratio(a: f64, b: f64) -> f64 {
-    let is_time = |value: f64| value > 0.0 && value.is_finite();
-    if is_time(a) && is_time(b) { a / b } else { 1.0 }
+/// Factors that the parent has, as it was measured whole, of what is predicted of it by sums. The device's are 1 where the
+/// host decides how long the parent takes: how much longer says nothing of the device then.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Anchor {
+    /// Of the device's side, or of all where the table does not tell the host's apart.
+    pub(super) device: Corrections,
+    /// Of the host's.
+    pub(super) host: Corrections,
+}
+
+impl Anchor {
+    pub(super) fn of(predicted: &Prediction, measured: &Measurement) -> Self {
+        let sums = parts(&predicted.figures);
+        let measured = parts(&Figures::measured(measured, 0));
+        let factors: [f64; 3] = std::array::from_fn(|part| ratio(measured[part], sums[part]));
+        let decides = predicted.device.map(|device| {
+            let own = parts(&device);
+            std::array::from_fn(|part| own[part] >= DEVICE_DECIDES * sums[part])
+        });
+        let decides: [bool; 3] = decides.unwrap_or([true; 3]);
+        let corrections = |[first_token, decode, turnover]: [f64; 3]| Corrections {
+            first_token,
+            decode,
+            turnover,
+            memory_bytes: 0.0,
+        };
+        Self {
+            device: corrections(std::array::from_fn(|part| {
+                if decides[part] { factors[part] } else { 1.0 }
+            })),
+            host: corrections(factors),
+        }
+    }
+}
+
+/// Milliseconds to the first token and from there to the last, and the inverse of the throughput; 0 where one is missing.
+fn parts(figures: &Figures) -> [f64; 3] {
+    let first = figures.first_token_ms.unwrap_or(0.0);
+    let turnover = figures.throughput_tokens_per_second.map_or(0.0, f64::recip);
+    [first, figures.latency_ms.unwrap_or(0.0) - first, turnover]
 }

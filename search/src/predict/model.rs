@@ -6,7 +6,7 @@ use espalier_arch::{Architecture, BlockShape};
 use serde::{Deserialize, Serialize};
 
 use super::cone::Priced;
-use super::corrections::Corrections;
+use super::corrections::{Anchor, Corrections};
 use super::host::Host;
 use super::rows::Load;
 use super::sampled::Sampled;
@@ -76,8 +76,7 @@ pub struct CostModel {
     pub(super) hidden: usize,
     memory: MemoryModel,
     other_memory_bytes: f64,
-    /// What the parent's own times, as measured whole, are of those predicted of it.
-    anchor: Corrections,
+    anchor: Anchor,
     corrections: Corrections,
     host: Option<Host>,
 }
@@ -112,10 +111,10 @@ impl<'a> Prices<'a> {
 }
 
 impl CostModel {
-    /// `memory` says how the engine stores weights and state. `measured` is the parent: its own times are met by what is
-    /// predicted of it, and all else scaled alike; and what it needs beyond weights and state is taken to stay, under other
-    /// workloads too. Without it, sums of the table's times stand, and only weights and state are counted, and what the
-    /// engine needs by itself where the table says so.
+    /// `memory` says how the engine stores weights and state. `measured` is the parent: what it needs beyond weights and
+    /// state is taken to stay, under other workloads too; and where it was measured under this one, its own times are met by
+    /// what is predicted of it, and all else is scaled alike. Without it, sums of the table's times stand, and only weights
+    /// and state are counted, and what the engine needs by itself where the table says so.
     ///
     /// # Errors
     /// When the workload is empty, the table was measured at another hidden width, or a row is no time.
@@ -126,37 +125,6 @@ impl CostModel {
         memory: MemoryModel,
         measured: Option<Whole<'_>>,
     ) -> Result<Self> {
-        let mut model = Self::of_rows(table, workload, parent, memory)?;
-        model.other_memory_bytes = match (measured, &table.memory) {
-            (Some(whole), _) => {
-                let counted = model.counted_bytes(parent, whole.workload)?;
-                (bytes(whole.measurement.memory_bytes) - counted).max(0.0)
-            }
-            (None, Some(engine)) => bytes(engine.overhead_bytes),
-            (None, None) => 0.0,
-        };
-        if let Some(whole) = measured {
-            let rows = Self::of_rows(table, whole.workload, parent, memory)?;
-            // A table without rows of that workload says nothing of the parent under it.
-            let predicted = rows
-                .corrected(Corrections::default())
-                .and_then(|model| model.predict(parent));
-            model.anchor = predicted.map_or_else(
-                |_| Corrections::default(),
-                |predicted| Corrections::between(&predicted.figures, whole.measurement),
-            );
-        }
-        model.host = model.told_host()?;
-        Ok(model)
-    }
-
-    /// By the table's times alone, without what they do not tell: the host's part and memory beside what is counted.
-    fn of_rows(
-        table: &CostTable,
-        workload: &Workload,
-        parent: &Architecture,
-        memory: MemoryModel,
-    ) -> Result<Self> {
         check(workload)?;
         if table.key.hidden != parent.hidden {
             return Err(Error::HiddenWidth {
@@ -164,7 +132,7 @@ impl CostModel {
                 model: parent.hidden,
             });
         }
-        Ok(Self {
+        let mut model = Self {
             times: Times::new(table)?,
             workload: *workload,
             running: workload.concurrency,
@@ -175,10 +143,37 @@ impl CostModel {
             // The built-in engine has no pages and keeps what lies behind a window: only its overhead is measured.
             memory: memory.paged(table.memory.as_ref().filter(|_| table.key.batches_continuously())),
             other_memory_bytes: 0.0,
-            anchor: Corrections::default(),
+            anchor: Anchor::default(),
             corrections: Corrections::default(),
             host: None,
-        })
+        };
+        model.other_memory_bytes = match (measured, &table.memory) {
+            (Some(whole), _) => {
+                let counted = model.counted_bytes(parent, whole.workload)?;
+                (bytes(whole.measurement.memory_bytes) - counted).max(0.0)
+            }
+            (None, Some(engine)) => bytes(engine.overhead_bytes),
+            (None, None) => 0.0,
+        };
+        model.host = model.told_host()?;
+        // A table without rows of the parent's own says nothing of how far its sums are off.
+        if let Some(whole) = measured.filter(|whole| whole.workload == workload)
+            && let Ok(predicted) = model.predict(parent)
+        {
+            model.anchor = Anchor::of(&predicted, whole.measurement);
+            model.host = model.told_host()?;
+        }
+        Ok(model)
+    }
+
+    /// The same model by the sums of the table's times, whatever the parent was measured to take.
+    ///
+    /// # Errors
+    /// As [`CostModel::new`].
+    pub fn by_sums(mut self) -> Result<Self> {
+        self.anchor = Anchor::default();
+        self.host = self.told_host()?;
+        Ok(self)
     }
 
     /// The same model with other corrections.
@@ -417,18 +412,22 @@ impl CostModel {
         time: impl Fn(Load) -> Result<Option<Sampled>>,
         joining: Joining,
     ) -> Result<Timed> {
+        let anchor = match joining {
+            Joining::Adds => &self.anchor.device,
+            Joining::Replaces | Joining::IsHidden => &self.anchor.host,
+        };
         let first = self.prefill_together(&time)?;
         let decode = self.decode_at(self.running, &time)?;
         let mut timed = Timed {
-            first: first.times(self.anchor.first_token * self.corrections.first_token),
-            decode: decode.times(self.anchor.decode * self.corrections.decode),
+            first: first.times(anchor.first_token * self.corrections.first_token),
+            decode: decode.times(anchor.decode * self.corrections.decode),
             ..Timed::default()
         };
         if !self.batches_continuously {
             timed.steady = both(&timed.first, &timed.decode);
             return Ok(timed);
         }
-        let correction = self.turnover_correction();
+        let correction = anchor.turnover * self.corrections.turnover;
         let (courses, running) = (self.courses(), decode.times(correction));
         // Each request's prompt joins one of the steps that it shares, several the same one where there are fewer steps. To
         // a sequence that runs alone nothing joins.
@@ -513,8 +512,9 @@ impl CostModel {
         }
     }
 
+    /// Of the host's side.
     pub(super) fn turnover_correction(&self) -> f64 {
-        self.anchor.turnover * self.corrections.turnover
+        self.anchor.host.turnover * self.corrections.turnover
     }
 
     /// See [`waits`].

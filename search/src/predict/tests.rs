@@ -450,6 +450,41 @@ fn floored() -> CostTable {
 }
 
 #[test]
+fn where_the_host_decides_the_parents_time_its_side_alone_is_scaled() {
+    // The device takes 19 ms and 20.6 ms for four steps; the host twice that and more, or hardly anything.
+    for (floor, factor) in [((40.0, 12.0), 1.0), ((1.0, 1.0), 1.5)] {
+        let table = hosted(&[(Subject::HostFloor, floor.0, floor.1)]);
+        let predict = |whole| {
+            let costs = CostModel::new(&table, &WORKLOAD, &small(), f32(), whole).unwrap();
+            costs.predict(&small()).unwrap()
+        };
+        let sums = predict(None);
+        let (first, latency) = (sums.figures.first_token_ms, sums.figures.latency_ms);
+        let summary = |value: Option<f64>| Summary::of(vec![1.5 * value.unwrap()]);
+        let measurement = Measurement {
+            latency_ms: summary(latency),
+            first_token_ms: summary(first),
+            per_token_ms: summary(sums.figures.per_token_ms),
+            throughput_tokens_per_second: summary(sums.figures.throughput_tokens_per_second),
+            memory_bytes: 0,
+        };
+        let whole = |workload| crate::Whole {
+            measurement: &measurement,
+            workload,
+        };
+        let found = predict(Some(whole(&WORKLOAD)));
+        close(found.figures.latency_ms, 1.5 * latency.unwrap());
+        close(found.device.unwrap().latency_ms, factor * 39.6);
+        let other = Workload {
+            output_tokens: 4,
+            ..WORKLOAD
+        };
+        let unmoved = predict(Some(whole(&other))).figures;
+        close(unmoved.latency_ms, latency.unwrap());
+    }
+}
+
+#[test]
 fn a_step_takes_the_longer_of_the_devices_sum_and_the_hosts_floor() {
     let costs = CostModel::new(&floored(), &WORKLOAD, &small(), f32(), None).unwrap();
     let prediction = costs.predict(&small()).unwrap();

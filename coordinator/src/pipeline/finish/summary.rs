@@ -185,7 +185,8 @@ impl Tail<'_> {
         let architecture = self.architecture();
         let model = self
             .context
-            .cost_model(architecture, self.profiled, Corrections::default())?;
+            .cost_model(architecture, self.profiled, Corrections::default())?
+            .by_sums()?;
         Ok(ParentReport {
             source: self.parent.source.clone(),
             fingerprint: self.parent.fingerprint.clone(),

@@ -8,7 +8,9 @@ use super::{Accepted, Fit};
 use crate::pipeline::compare::{corrections, missed, reading};
 use crate::pipeline::context::block_parameters;
 use crate::pipeline::outcome::Reading;
-use crate::pipeline::{Chosen, Decision, MOST_CORRECTIONS, MOST_MISPREDICTION, MOST_NOISY, PlanError, Stage};
+use crate::pipeline::{
+    Chosen, Decision, MOST_CORRECTIONS, MOST_DRIFT, MOST_MISPREDICTION, MOST_NOISY, PlanError, Stage,
+};
 use crate::spec::Strategy;
 
 /// What the checks of one strategy say so far.
@@ -137,9 +139,11 @@ impl<'a> Fit<'a> {
             noisy = 0;
             let readings = self.readings(chosen, pair)?;
             let inside = readings.iter().all(|(_, reading)| reading.inside);
-            let predicted = readings
-                .iter()
-                .all(|(_, reading)| reading.error.abs() <= MOST_MISPREDICTION);
+            // What drifted is clear of its limits, and says little of its prediction.
+            let predicted = pair.drift > MOST_DRIFT
+                || readings
+                    .iter()
+                    .all(|(_, reading)| reading.error.abs() <= MOST_MISPREDICTION);
             if inside && (predicted || misses.len() >= MOST_CORRECTIONS) {
                 notes.extend(chosen.notes.iter().cloned());
                 return Ok(Standing::Accepted(Box::new(Accepted {
