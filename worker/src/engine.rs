@@ -12,6 +12,7 @@ pub mod stacks;
 pub mod vllm;
 
 use std::fmt::{self, Debug};
+use std::ops::Range;
 use std::path::Path;
 
 use espalier_arch::Architecture;
@@ -165,6 +166,14 @@ impl Series {
     /// How many runs there are.
     pub fn runs(&self) -> usize {
         self.samples.len()
+    }
+
+    /// Some of the runs, by their numbers from 0; those that there are.
+    pub fn part(&self, runs: Range<usize>) -> Self {
+        Self {
+            workload: self.workload,
+            samples: self.samples.get(runs).unwrap_or_default().to_vec(),
+        }
     }
 
     /// The share of the runs that others disturbed.

@@ -49,8 +49,9 @@ impl Corrections {
     }
 }
 
-/// Factors that the parent has, as it was measured whole, of what is predicted of it by sums. The device's are 1 where the
-/// host decides how long the parent takes: how much longer says nothing of the device then.
+/// Factors that the parent has, as it was measured whole, of what is predicted of it by sums; at least 1, for a parent that
+/// is faster than its sums makes no smaller model faster than its own. The device's are 1 where the host decides how long
+/// the parent takes: how much longer says nothing of the device then.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Anchor {
     /// Of the device's side, or of all where the table does not tell the host's apart.
@@ -63,7 +64,7 @@ impl Anchor {
     pub(super) fn of(predicted: &Prediction, measured: &Measurement) -> Self {
         let sums = parts(&predicted.figures);
         let measured = parts(&Figures::measured(measured, 0));
-        let factors: [f64; 3] = std::array::from_fn(|part| ratio(measured[part], sums[part]));
+        let factors: [f64; 3] = std::array::from_fn(|part| ratio(measured[part], sums[part]).max(1.0));
         let decides = predicted.device.map(|device| {
             let own = parts(&device);
             std::array::from_fn(|part| own[part] >= DEVICE_DECIDES * sums[part])

@@ -112,8 +112,8 @@ impl<'a> Prices<'a> {
 
 impl CostModel {
     /// `memory` says how the engine stores weights and state. `measured` is the parent: what it needs beyond weights and
-    /// state is taken to stay, under other workloads too; and where it was measured under this one, its own times are met by
-    /// what is predicted of it, and all else is scaled alike. Without it, sums of the table's times stand, and only weights
+    /// state is taken to stay, under other workloads too; and where it was measured under this one and takes longer than the
+    /// sums of its times, all that is predicted is scaled alike. Without it, sums of the table's times stand, and only weights
     /// and state are counted, and what the engine needs by itself where the table says so.
     ///
     /// # Errors

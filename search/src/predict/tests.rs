@@ -151,7 +151,7 @@ fn corrections_scale_times_and_the_parents_other_memory_stays() {
 }
 
 #[test]
-fn the_parents_own_times_are_met_and_all_else_is_scaled_alike() {
+fn a_parent_that_takes_longer_than_its_sums_scales_all_alike_and_a_faster_one_nothing() {
     let summary = |median| Summary::of(vec![median]);
     // 19.0 and 20.6 ms are the sums of the table's times.
     let measurement = Measurement {
@@ -163,7 +163,7 @@ fn the_parents_own_times_are_met_and_all_else_is_scaled_alike() {
     };
     let mut smaller = small();
     smaller.blocks.truncate(2);
-    let factors = [2.0, 0.5];
+    let factors = [2.0, 1.0];
     for shape in [small(), smaller] {
         let sums = model(None).predict(&shape).unwrap().figures;
         let found = model(Some(&measurement)).predict(&shape).unwrap().figures;
@@ -188,7 +188,7 @@ fn the_parents_own_times_are_met_and_all_else_is_scaled_alike() {
     let model = CostModel::new(&continuous, &WORKLOAD, &small(), f32(), Some(whole)).unwrap();
     let figures = model.predict(&small()).unwrap().figures;
     close(figures.throughput_tokens_per_second, 100.0);
-    close(figures.latency_ms, 48.3);
+    close(figures.latency_ms, 58.6);
 }
 
 #[test]
