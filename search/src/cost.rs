@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use crate::statistics::ERROR_OF_MEDIAN;
 use espalier_arch::BlockShape;
 use serde::{Deserialize, Serialize};
+
+use crate::statistics::ERROR_OF_MEDIAN;
 
 /// What a cost table is true for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -139,11 +139,11 @@ impl<'a> Fit<'a> {
             noisy = 0;
             let readings = self.readings(chosen, pair)?;
             let inside = readings.iter().all(|(_, reading)| reading.inside);
-            // What drifted is clear of its limits, and says little of its prediction.
-            let predicted = pair.drift > MOST_DRIFT
-                || readings
-                    .iter()
-                    .all(|(_, reading)| reading.error.abs() <= MOST_MISPREDICTION);
+            // A time that drifted is clear of its limit, and says little of its prediction.
+            let drifted = |metric: Metric| metric.is_timed() && pair.drift > MOST_DRIFT;
+            let predicted = readings
+                .iter()
+                .all(|(metric, reading)| drifted(*metric) || reading.error.abs() <= MOST_MISPREDICTION);
             if inside && (predicted || misses.len() >= MOST_CORRECTIONS) {
                 notes.extend(chosen.notes.iter().cloned());
                 return Ok(Standing::Accepted(Box::new(Accepted {

@@ -303,6 +303,22 @@ fn what_is_clearly_inside_or_outside_a_limit_is_told_however_the_machine_drifts(
 }
 
 #[test]
+fn memory_that_was_predicted_wrongly_is_corrected_however_times_drift() {
+    for drift in [0.0, 0.2] {
+        let mut world = World {
+            drifts: vec![drift],
+            memory_bias: 0.8,
+            ..World::default()
+        };
+        let outcome = world
+            .run(&spec(r#"{"memory": "95%"}"#, r#"["heterogeneous"]"#))
+            .unwrap();
+        assert!(outcome.limits[0].verified.inside);
+        assert_eq!(world.rounds(Strategy::Heterogeneous), 2, "drift {drift}");
+    }
+}
+
+#[test]
 fn a_limit_on_memory_is_not_met_by_what_leaves_the_context_out() {
     let mut world = World {
         without_context: true,

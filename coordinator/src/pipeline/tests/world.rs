@@ -71,6 +71,8 @@ pub(super) struct World {
     pub(super) drifts: Vec<f64>,
     /// By what share repeats of one model lie off their middle, each model's by itself; none where there is but one.
     pub(super) scatter: Option<f64>,
+    /// What candidates take of the memory that is predicted of them.
+    pub(super) memory_bias: f64,
     /// The share of times that others disturb.
     pub(super) disturbed: f64,
     /// Whether others hide what the device's context takes.
@@ -92,6 +94,7 @@ impl Default for World {
             verify_biases: Vec::new(),
             drifts: vec![0.0],
             scatter: None,
+            memory_bias: 1.0,
             disturbed: 0.0,
             without_context: false,
             pace: 1.0,
@@ -198,7 +201,8 @@ impl World {
         } else {
             self.drifts[0]
         };
-        let candidate = measurement(candidate, self.pace * self.bias * slower);
+        let mut candidate = measurement(candidate, self.pace * self.bias * slower);
+        candidate.memory_bytes = (candidate.memory_bytes as f64 * self.memory_bias) as u64;
         TaskOutput::Measured(Box::new(MeasuredPair {
             parent: match (self.beside, self.whole_parent(self.pace)) {
                 (Some(shortage), _) => WholeParent::TooLarge(shortage),
