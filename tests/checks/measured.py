@@ -136,9 +136,9 @@ def block_bytes(config, tokens, precision):
     return tokens * sum(2 * {"f32": 4, "bf16": 2}[precision] * width for width in widths)
 
 
-def planned_shapes(program, parent, table):
+def planned_shapes(program, parent, table, *more):
     """What `espalier plan --shapes` finds in a table."""
-    command = [program, "plan", parent, "--shapes", "--table", table, "-o", "json"]
+    command = [program, "plan", parent, "--shapes", "--table", table, *more, "-o", "json"]
     [shapes] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return shapes
 

@@ -1,6 +1,7 @@
 """Runs jobs measured in vLLM on a GPU and asserts what was promised of them: see vllm-gpu.sh.
 
-    PYTHON vllm-gpu.py ESPALIER PARENT OUTPUT [--parts small large] [--rehearsal] [--candidates 8] [--rounds 3]
+    PYTHON vllm-gpu.py ESPALIER PARENT OUTPUT [--parts small large unseen] [--table FILE] [--rehearsal]
+        [--candidates 8] [--rounds 3]
 
 PYTHON is of the environment that has vLLM and the plugin.
 """
@@ -30,6 +31,7 @@ from measured import (
     vllm_helper,
 )
 
+TINY = ROOT / "examples" / "tiny"
 SPEC = """
 parent: {parent}
 data: {{train: [{data}/train.jsonl.xz], validation: [{data}/validation.jsonl.xz]}}
@@ -84,6 +86,23 @@ class Setting:
         )
 
 
+def large_config(sizes):
+    tiny = json.loads((TINY / "config.json").read_text())
+    return {
+        **tiny,
+        "vocab_size": sizes["vocabulary"],
+        "hidden_size": sizes["hidden"],
+        "intermediate_size": sizes["channels"],
+        "num_hidden_layers": sizes["layers"],
+        "num_attention_heads": sizes["heads"],
+        "num_key_value_heads": sizes["kv_heads"],
+        "head_dim": sizes["head"],
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "bfloat16",
+    }
+
+
 def write_parent(directory, sizes):
     """A Llama with random weights in bf16, and the tokenizer of examples/tiny."""
     import torch
@@ -113,27 +132,13 @@ def write_parent(directory, sizes):
             tensors[f"model.layers.{layer}.{name}.weight"] = matrix(*shape)
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    tiny = ROOT / "examples" / "tiny"
-    config = json.loads((tiny / "config.json").read_text())
-    config.update(
-        vocab_size=sizes["vocabulary"],
-        hidden_size=hidden,
-        intermediate_size=sizes["channels"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["kv_heads"],
-        head_dim=width,
-        tie_word_embeddings=True,
-        max_position_embeddings=2048,
-        torch_dtype="bfloat16",
-    )
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
-    tokenizer = json.loads((tiny / "tokenizer.json").read_text())
+    (directory / "config.json").write_text(json.dumps(large_config(sizes), indent=2))
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
     entries = tokenizer["model"]["vocab"]
     entries.update((f"<unused {number}>", number) for number in range(len(entries), sizes["vocabulary"]))
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     for name in ("tokenizer_config.json", "generation_config.json"):
-        shutil.copy(tiny / name, directory)
+        shutil.copy(TINY / name, directory)
 
 
 def small(figures, setting, given):
@@ -146,32 +151,40 @@ def small(figures, setting, given):
 
 
 def large(figures, setting, given):
-    """A throughput at the concurrency, met by what is served; then models of the same blocks that nobody timed."""
+    """A throughput at the concurrency, met by what is served."""
     parent, sizes = given.output / "large-parent", setting.large
-    if not parent.exists():
-        write_parent(parent, sizes)
+    write_parent(parent, sizes)
     counts = [sizes["kv_heads"], max(1, sizes["kv_heads"] // 4)]
     # Fine enough for models of many small blocks beside few large ones.
     search = f"mlp_grid: {sizes['channels'] // 4}, kv_groups: {counts}"
     spec = setting.spec(parent, setting.workload, {"throughput": "115% at 90%"}, search, 0)
     status, report = run(given.program, given.output, "large", spec, "--device", setting.device)
     check_limit(figures, "throughput", status, report)
-    table = given.output / "large" / "cost-table.json"
+
+
+def unseen(figures, setting, given):
+    """Models of the large parent's blocks that nobody timed, against its cost table."""
+    table = given.table or given.output / "large" / "cost-table.json"
     if not table.exists():
-        figures.add("the job left a cost table", False)
+        figures.add(f"there is a cost table at {table}", False)
         return
-    known = rows(json.loads(table.read_text()))
+    sizes, known = setting.large, rows(json.loads(table.read_text()))
     check_head(figures, setting, known, sizes)
-    config = json.loads((parent / "config.json").read_text())
+    config = large_config(sizes)
+    described = given.output / "unseen"
+    described.mkdir()
+    (described / "config.json").write_text(json.dumps(config))
     shapes = sorted(name for name in known if name.startswith("{"))
-    pair = equal_parameters(known, planned_shapes(given.program, parent, table), setting.workload)
+    one = "{prompt_tokens}x{output_tokens}x1".format(**setting.workload)
+    shapes_of_one = planned_shapes(given.program, described, table, "--workload", one)
+    pair = equal_parameters(known, shapes_of_one, setting.workload)
     # The parent comes first: what it is off by is the pace of the device, which all share.
-    unseen = [parent_of(shapes, config["num_hidden_layers"])]
-    unseen += candidates(shapes, config["num_hidden_layers"], given.candidates)
-    times = timed(setting, config, unseen + [blocks_of(shape) for shape in pair], given)
+    wanted = [parent_of(shapes, config["num_hidden_layers"])]
+    wanted += candidates(shapes, config["num_hidden_layers"], given.candidates)
+    times = timed(setting, config, wanted + [blocks_of(shape) for shape in pair], given)
     for point in points_of(setting.workload):
-        check_point(figures, setting, known, unseen, point, times)
-    check_equal_parameters(figures, setting, config, pair, times[len(unseen) :])
+        check_point(figures, setting, known, wanted, point, times)
+    check_equal_parameters(figures, setting, config, pair, times[len(wanted) :])
 
 
 def blocks_of(shape):
@@ -180,7 +193,7 @@ def blocks_of(shape):
 
 
 def alone(workload):
-    """The point that tells most of a shape: a step for one sequence."""
+    """A step for one sequence."""
     return "decode", workload["prompt_tokens"], 1
 
 
@@ -321,7 +334,7 @@ def check_equal_parameters(figures, setting, config, pair, times):
     )
 
 
-PARTS = {"small": small, "large": large}
+PARTS = {"small": small, "large": large, "unseen": unseen}
 
 
 def main():
@@ -330,6 +343,7 @@ def main():
     parser.add_argument("parent", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--table", type=Path, help="the unseen part's, in place of the one that the large part leaves")
     parser.add_argument("--rehearsal", action="store_true", help="on the processor, small; asserts limits only")
     parser.add_argument("--candidates", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)

@@ -8,8 +8,9 @@
 #
 # Needs an NVIDIA GPU that nobody else uses, and ESPALIER_VLLM_PYTHON: a Python with vLLM 0.26 or 0.32 for CUDA and the
 # plugin (pip install ./serving). PARENT=DIR takes another parent than SmolLM2, OUTPUT=DIR another place than out/vllm-gpu,
-# PARTS="small" or "large" one of both, PROGRAM=FILE a built espalier. REHEARSAL=1 runs all on the processor with small
-# models, in vLLM 0.32 for CPUs, and asserts limits only.
+# PARTS some of "small large unseen", PROGRAM=FILE a built espalier; unseen alone takes TABLE=FILE, the cost table of a large
+# part that ran on the same kind of GPU. REHEARSAL=1 runs all on the processor with small models, in vLLM 0.32 for CPUs,
+# and asserts limits only.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -28,7 +29,7 @@ else
     echo "check-vllm-gpu: give ESPALIER_VLLM_PYTHON, a Python that has vLLM for CUDA and the plugin" >&2
     exit 2
 fi
-parts=${PARTS:-small large}
+parts=${PARTS:-small large unseen}
 parent=${PARENT:-}
 if [ -z "$parent" ] && [[ $parts == *small* ]]; then
     parent=$(tests/checks/fetch-smollm2.sh)
@@ -42,4 +43,4 @@ mkdir -p "$output"
 HF_HOME=$(realpath "$output")/huggingface
 export HF_HOME PYTHONDONTWRITEBYTECODE=1
 # shellcheck disable=SC2086 # parts are words
-exec "$python" tests/checks/vllm-gpu.py "$program" "$parent" "$output" $rehearsal --parts $parts
+exec "$python" tests/checks/vllm-gpu.py "$program" "$parent" "$output" $rehearsal --parts $parts ${TABLE:+--table "$TABLE"}
