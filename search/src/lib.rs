@@ -33,7 +33,7 @@ pub use kept::{Kept, merged, telling};
 pub use limit::{AbsoluteLimit, Bound, Limit, Limits, Metric};
 pub use measurement::{Measurement, Shortage, Summary, Whole, WholeParent};
 pub use memory::{MemoryModel, Windows, sequence_pages, step_tokens};
-pub use predict::{Corrections, CostModel, Costs, Prediction, parameters, points, running_points};
+pub use predict::{Checked, Corrections, CostModel, Costs, Prediction, parameters, points, running_points};
 pub use score::Score;
 pub use space::Space;
 pub use workload::Workload;

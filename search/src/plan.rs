@@ -52,7 +52,7 @@ impl Known {
 }
 
 /// What a model is to be fitted to.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Target<'a> {
     /// What blocks cost there.
     pub table: &'a CostTable,
@@ -88,6 +88,7 @@ impl Target<'_> {
             decode,
             turnover,
             memory_bytes,
+            ..
         } = self.corrections;
         // Elsewhere the throughput follows from the other two.
         let turnover = if self.table.key.batches_continuously() {
@@ -206,7 +207,7 @@ pub fn answer(known: &Known, target: &Target<'_>, front: usize, options: &Option
     }
     let (parent, parent_measured) = parent(known, target, &mut model)?;
     // Checks correct what is predicted of smaller models. The parent stands as it was measured, or as sums have it.
-    model = model.corrected(target.corrections)?;
+    model = model.corrected(&target.corrections, &known.parent)?;
     let (_, unpriced) = priced(&known.parent, &known.variants, &model)?;
     let limits = target.limits.resolve(&parent)?;
     let mut asking = Asking {

@@ -23,8 +23,9 @@
 //!
 //! Between measured loads and sizes times lie on straight lines (`sampled`), with an error for the line. Blocks of one
 //! shape share the same rows, so their errors add linearly; different shapes were timed apart, so theirs add in
-//! quadrature.
+//! quadrature. What a check has told of one model's errors is no doubt of another's (`checked`).
 
+mod checked;
 mod cone;
 mod corrections;
 mod host;
@@ -37,6 +38,7 @@ mod shapes;
 mod tests;
 mod timed;
 
+pub use checked::Checked;
 pub(crate) use cone::{Cone, Coordinate, Priced, Share};
 pub use corrections::Corrections;
 pub(crate) use model::Prices;

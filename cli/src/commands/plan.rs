@@ -103,7 +103,7 @@ fn answers(asked: &Plan, findings: &Findings, known: &Known, tables: &[(String, 
     };
     // Checks correct the table that they chose by, and no other.
     let corrections = if asked.table.is_empty() {
-        findings.corrections
+        findings.corrections.clone()
     } else {
         Corrections::default()
     };
@@ -119,7 +119,7 @@ fn answers(asked: &Plan, findings: &Findings, known: &Known, tables: &[(String, 
                     workload.output_tokens,
                     written(limits)
                 );
-                let answer = one(asked, known, kept, &table, corrections, workload, limits);
+                let answer = one(asked, known, kept, &table, &corrections, workload, limits);
                 answers.push((named, answer));
             }
         }
@@ -132,7 +132,7 @@ fn one(
     known: &Known,
     kept: &KeptTable,
     table: &CostTable,
-    corrections: Corrections,
+    corrections: &Corrections,
     workload: Workload,
     limits: &Limits,
 ) -> Result<Answer, String> {
@@ -151,7 +151,7 @@ fn one(
         workload,
         limits,
         extrapolate: asked.extrapolate,
-        corrections,
+        corrections: corrections.clone(),
         disturbed: kept.disturbed,
     };
     answer(known, &target, usize::from(asked.front), &Options::default()).map_err(|error| error.to_string())

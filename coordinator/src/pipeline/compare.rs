@@ -9,11 +9,14 @@
 //! learnt is free of the pace, and an absolute limit on time is brought there by it.
 
 use espalier_proto::task::MeasuredPair;
-use espalier_search::statistics::ratio;
-use espalier_search::{Corrections, Figures, Limit, Measurement, Metric, Prediction, WholeParent};
+use espalier_search::running::waits;
+use espalier_search::statistics::{ratio, ratios, relative_error};
+use espalier_search::{
+    Checked, Corrections, Figures, Limit, Measurement, Metric, Prediction, WholeParent, Workload,
+};
 
-use super::MOST_MISPREDICTION;
 use super::outcome::Reading;
+use super::{Chosen, MOST_MISPREDICTION};
 
 /// Reads one metric of a measured pair. None when the metric has no figure.
 pub(super) fn reading(
@@ -69,16 +72,17 @@ pub(super) fn missed(readings: &[(Metric, Reading)]) -> String {
     each.collect::<Vec<_>>().join(", ")
 }
 
-/// What the next prediction has to be multiplied by, so that it would have met this measurement, had the machine been as
-/// fast as when it was profiled. `waits` is how many courses of others a request of the candidate's waited for
-/// ([`espalier_search::running::waits`]); the parent's waited for none.
+/// What the next prediction has to be multiplied by, so that it would have met this measurement of `chosen`, had the
+/// machine been as fast as when it was profiled; and how well that is known.
 pub(super) fn corrections(
-    before: Corrections,
+    chosen: &Chosen,
     pair: &MeasuredPair,
     profiled: &WholeParent,
-    prediction: &Prediction,
-    waits: f64,
+    workload: Workload,
 ) -> Corrections {
+    let running = chosen.running.unwrap_or(workload.concurrency);
+    // Courses of others that a request of the candidate's waited for; the parent's waited for none.
+    let waits = waits(workload.concurrency, running);
     let first = |measurement: &Measurement| measurement.first_token_ms.median;
     let later = |measurement: &Measurement| (measurement.latency_ms.median - first(measurement)).max(0.0);
     let turnover = |measurement: &Measurement| 1.0 / measurement.throughput_tokens_per_second.median;
@@ -86,7 +90,7 @@ pub(super) fn corrections(
         (Some(now), Some(then)) => ratio(part(now), part(then)),
         _ => 1.0,
     };
-    let figures = &prediction.figures;
+    let (before, figures) = (&chosen.corrections, &chosen.prediction.figures);
     let predicted_first = figures.first_token_ms.unwrap_or(0.0);
     let predicted_later = figures.latency_ms.unwrap_or(0.0) - predicted_first;
     let predicted_turnover = 1.0 / figures.throughput_tokens_per_second.unwrap_or(0.0);
@@ -101,5 +105,36 @@ pub(super) fn corrections(
         decode: before.decode * ratio(later(candidate), predicted_later * pace_of(&later)),
         turnover: before.turnover * ratio(turnover(candidate), predicted_turnover * pace_of(&turnover)),
         memory_bytes: before.memory_bytes + memory - figures.memory_bytes.unwrap_or(memory),
+        checked: Some(Checked {
+            candidate: chosen.candidate.clone(),
+            workload,
+            running,
+            first_token_error: error_of(pair, |measured| measured.first_token_ms.samples.clone()),
+            decode_error: error_of(pair, |measured| {
+                let each = measured
+                    .latency_ms
+                    .samples
+                    .iter()
+                    .zip(&measured.first_token_ms.samples);
+                each.map(|(all, first)| all - first).collect()
+            }),
+            turnover_error: error_of(pair, |measured| {
+                measured.throughput_tokens_per_second.samples.clone()
+            }),
+        }),
     }
+}
+
+/// However little a measurement scatters, another process with the same model may be so much faster or slower.
+const LEAST_ERROR: f64 = 0.01;
+
+/// Standard error of the candidate's times as a share of them: by turns with the parent's, which leaves the machine's pace
+/// out; without those, the pace is as uncertain as it moved.
+fn error_of(pair: &MeasuredPair, samples: impl Fn(&Measurement) -> Vec<f64>) -> f64 {
+    let own = samples(&pair.candidate);
+    let error = match pair.parent.measured() {
+        Some(parent) => relative_error(&ratios(&own, &samples(parent))),
+        None => relative_error(&own).max(pair.drift),
+    };
+    error.max(LEAST_ERROR)
 }

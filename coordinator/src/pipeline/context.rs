@@ -186,7 +186,7 @@ impl<'a> Context<'a> {
         &self,
         parent: &Architecture,
         profiled: &'a Profiled,
-        corrections: Corrections,
+        corrections: &Corrections,
     ) -> Result<CostModel, PlanError> {
         let table = CostTable {
             key: profiled.key.clone(),
@@ -200,7 +200,7 @@ impl<'a> Context<'a> {
             self.memory(),
             self.whole(profiled),
         )?;
-        Ok(model.corrected(corrections)?)
+        Ok(model.corrected(corrections, parent)?)
     }
 
     /// The parent as profiled, under the job's workload; none where the device had no room for it.
@@ -280,7 +280,7 @@ impl<'a> Context<'a> {
         shortage: Shortage,
     ) -> PlanError {
         let metric = limit.metric;
-        let model = self.cost_model(parent, profiled, Corrections::default());
+        let model = self.cost_model(parent, profiled, &Corrections::default());
         let predicted = model.and_then(|model| Ok(model.predict(parent)?));
         let predicted = predicted
             .ok()

@@ -98,7 +98,9 @@ pub(super) fn taught(context: &Context<'_>, ingested: &Ingested, profiled: &Prof
     let stages = context.results.stages.values().rev();
     let mut decisions = stages.filter_map(|stage| stage.decision.as_ref());
     let last = decisions.find_map(|decision| match decision {
-        Decision::Chosen(chosen) if chosen.strategy == Strategy::Heterogeneous => Some(chosen.corrections),
+        Decision::Chosen(chosen) if chosen.strategy == Strategy::Heterogeneous => {
+            Some(chosen.corrections.clone())
+        }
         _ => None,
     });
     last.unwrap_or_default()
@@ -133,8 +135,8 @@ impl<'a> Fit<'a> {
                 notes,
             } => {
                 let chosen = match strategy {
-                    Strategy::Heterogeneous => self.solve(learnt),
-                    Strategy::Uniform => self.uniform(learnt, parent, plan),
+                    Strategy::Heterogeneous => self.solve(&learnt),
+                    Strategy::Uniform => self.uniform(&learnt, parent, plan),
                 };
                 match (chosen, last) {
                     (Err(reason @ (PlanError::Impossible(_) | PlanError::NoUniform)), Some(last)) => {
@@ -153,10 +155,10 @@ impl<'a> Fit<'a> {
 
     /// Prices and limits, on the machine as it was when profiled. An absolute limit on time is for the machine as it is
     /// now, so it is brought there by the pace.
-    fn model(&self, learnt: Learnt<'_>) -> Result<(CostModel, Vec<AbsoluteLimit>), PlanError> {
+    fn model(&self, learnt: &Learnt<'_>) -> Result<(CostModel, Vec<AbsoluteLimit>), PlanError> {
         let model = self
             .context
-            .cost_model(self.architecture(), self.profiled, learnt.corrections)?;
+            .cost_model(self.architecture(), self.profiled, &learnt.corrections)?;
         let mut limits = self.context.limits(self.architecture(), self.profiled)?;
         for (limit, asked) in limits.iter_mut().zip(self.context.spec.target.limits.iter()) {
             if matches!(asked.bound, Bound::Absolute(_)) {
@@ -167,14 +169,14 @@ impl<'a> Fit<'a> {
     }
 
     /// The machine's, by the last check; 1 before the first.
-    fn pace(&self, metric: Metric, learnt: Learnt<'_>) -> f64 {
+    fn pace(&self, metric: Metric, learnt: &Learnt<'_>) -> f64 {
         learnt
             .beside
             .map_or(1.0, |pair| pace(metric, pair, &self.profiled.parent))
     }
 
     /// What can be reached, on the machine as it is now.
-    fn now(&self, mut impossible: Impossible, learnt: Learnt<'_>) -> Impossible {
+    fn now(&self, mut impossible: Impossible, learnt: &Learnt<'_>) -> Impossible {
         for reach in &mut impossible.limits {
             let pace = self.pace(reach.limit.metric, learnt);
             for value in [&mut reach.limit.value, &mut reach.alone, &mut reach.together] {
@@ -185,7 +187,7 @@ impl<'a> Fit<'a> {
     }
 
     /// The heterogeneous choice, once scores are there.
-    fn solve(&self, learnt: Learnt<'_>) -> Result<Option<Chosen>, PlanError> {
+    fn solve(&self, learnt: &Learnt<'_>) -> Result<Option<Chosen>, PlanError> {
         let Some(scores) = self.context.scores()? else {
             return Ok(None);
         };
@@ -218,7 +220,7 @@ impl<'a> Fit<'a> {
         };
         Ok(choices.into_iter().next().map(|choice| {
             let running = self.fewer(choice.running);
-            chosen_of(choice, limits, learnt.corrections, front, running)
+            chosen_of(choice, limits, learnt.corrections.clone(), front, running)
         }))
     }
 
@@ -230,7 +232,7 @@ impl<'a> Fit<'a> {
     /// The uniform choice, once depth order and ranks are there; plans a ranking where one is needed.
     fn uniform(
         &self,
-        learnt: Learnt<'_>,
+        learnt: &Learnt<'_>,
         parent: &ParentRef,
         plan: &mut Plan,
     ) -> Result<Option<Chosen>, PlanError> {
@@ -255,7 +257,7 @@ impl<'a> Fit<'a> {
                     reason,
                 });
             }
-            let best = self.best_ranked(points, divergences, &mut model, &limits, learnt.corrections)?;
+            let best = self.best_ranked(points, divergences, &mut model, &limits, &learnt.corrections)?;
             if let Some(chosen) = best {
                 return Ok(Some(chosen));
             }
@@ -307,7 +309,7 @@ impl<'a> Fit<'a> {
         divergences: &[f64],
         model: &mut CostModel,
         limits: &[AbsoluteLimit],
-        corrections: Corrections,
+        corrections: &Corrections,
     ) -> Result<Option<Chosen>, PlanError> {
         let mut order: Vec<(&GridPoint, f64)> = points.iter().zip(divergences.iter().copied()).collect();
         order.sort_by(|a, b| a.1.total_cmp(&b.1));
@@ -323,7 +325,7 @@ impl<'a> Fit<'a> {
                     margin: LEAST_MARGIN,
                     running: self.fewer(running),
                     notes: Vec::new(),
-                    corrections,
+                    corrections: corrections.clone(),
                     solved: None,
                     divergence: Some(divergence),
                     front: Vec::new(),

@@ -251,7 +251,7 @@ fn layers_to_remove(
     parent: &Architecture,
     profiled: &Profiled,
 ) -> Result<usize, PlanError> {
-    let mut model = context.cost_model(parent, profiled, espalier_search::Corrections::default())?;
+    let mut model = context.cost_model(parent, profiled, &espalier_search::Corrections::default())?;
     let limits = context.limits(parent, profiled)?;
     let mut layers: Vec<usize> = parent.blocks.iter().map(|block| block.layer).collect();
     layers.dedup();
@@ -339,7 +339,7 @@ fn refuse_unreachable(
     profiled: &Profiled,
 ) -> Result<(), PlanError> {
     let limits: Vec<AbsoluteLimit> = context.limits(parent, profiled)?;
-    let mut model = context.cost_model(parent, profiled, espalier_search::Corrections::default())?;
+    let mut model = context.cost_model(parent, profiled, &espalier_search::Corrections::default())?;
     let question = Question {
         parent,
         variants: &context.space().all_variants(parent)?,

@@ -6,8 +6,8 @@
 //!
 //! > Σ values + z · ‖Σ errors‖ ≤ bound,
 //!
-//! where the errors of a block are a vector with one coordinate for each source and part, all ≥ 0: errors of one source
-//! add, different ones add in quadrature, as in [`CostModel::predict`]. In the choice of blocks that is a second-order
+//! where the errors of a block are a vector with one coordinate for each source and part: errors of one source add,
+//! different ones add in quadrature, as in [`CostModel::predict`]. In the choice of blocks that is a second-order
 //! cone. With the unit vector u along the errors of any choice, Σ (values + z · u·errors) ≤ bound holds wherever the cone
 //! does (u·a ≤ ‖a‖), and fails at that choice if the cone fails there.
 
@@ -115,7 +115,7 @@ impl Cone {
                     let Some(time) = part.of(priced) else { continue };
                     share.value += time.value * factor;
                     if self.deviations > 0.0 {
-                        for (source, error) in time.errors.iter().filter(|(_, error)| *error > 0.0) {
+                        for (source, error) in time.errors.iter().filter(|(_, error)| *error != 0.0) {
                             share.add_error((part.place(), *source), error * factor);
                         }
                     }

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::checked::Checked;
 use super::model::Prediction;
 use crate::statistics::ratio;
 use crate::{Figures, Measurement};
@@ -13,7 +14,7 @@ const DEVICE_DECIDES: f64 = 0.9;
 ///
 /// In an engine that batches continuously a throughput is measured by itself, so it has a factor of its own, and the other
 /// two leave it alone.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Corrections {
     /// Of the time to the first token.
@@ -25,6 +26,9 @@ pub struct Corrections {
     pub turnover: f64,
     /// Bytes beside those counted.
     pub memory_bytes: f64,
+    /// The model that the last check was of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checked: Option<Checked>,
 }
 
 fn unchanged() -> f64 {
@@ -38,6 +42,7 @@ impl Default for Corrections {
             decode: 1.0,
             turnover: unchanged(),
             memory_bytes: 0.0,
+            checked: None,
         }
     }
 }
@@ -52,7 +57,7 @@ impl Corrections {
 /// Factors that the parent has, as it was measured whole, of what is predicted of it by sums; at least 1, for a parent that
 /// is faster than its sums makes no smaller model faster than its own. The device's are 1 where the host decides how long
 /// the parent takes: how much longer says nothing of the device then.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Default)]
 pub(super) struct Anchor {
     /// Of the device's side, or of all where the table does not tell the host's apart.
     pub(super) device: Corrections,
@@ -74,7 +79,7 @@ impl Anchor {
             first_token,
             decode,
             turnover,
-            memory_bytes: 0.0,
+            ..Corrections::default()
         };
         Self {
             device: corrections(std::array::from_fn(|part| {

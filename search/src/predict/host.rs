@@ -51,11 +51,13 @@ impl CostModel {
         // The host works once for a step that a prompt joins, and looks after all the sequences in it.
         let mut floors = self.timed(floor, Joining::Replaces)?;
         floors.joined.add(&self.sequences_beside(&floor)?, 1.0);
+        let block = self.timed(known(Subject::HostBlock), Joining::Replaces)?;
+        // A prompt that joins finds the device busy.
+        let alone = self.timed(known(Subject::HostAlone), Joining::IsHidden)?;
         Ok(Some(Host {
-            floor: floors,
-            block: self.timed(known(Subject::HostBlock), Joining::Replaces)?,
-            // A prompt that joins finds the device busy.
-            alone: self.timed(known(Subject::HostAlone), Joining::IsHidden)?,
+            floor: self.doubts.left_of(floors),
+            block: self.doubts.left_of(block),
+            alone: self.doubts.left_of(alone),
         }))
     }
 

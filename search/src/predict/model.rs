@@ -5,6 +5,7 @@ use std::rc::Rc;
 use espalier_arch::{Architecture, BlockShape};
 use serde::{Deserialize, Serialize};
 
+use super::checked::{Checked, Doubts};
 use super::cone::Priced;
 use super::corrections::{Anchor, Corrections};
 use super::host::Host;
@@ -78,7 +79,16 @@ pub struct CostModel {
     other_memory_bytes: f64,
     anchor: Anchor,
     corrections: Corrections,
+    pub(super) doubts: Doubts,
     host: Option<Host>,
+}
+
+/// What the blocks and the base of a model come to.
+struct Sums {
+    /// The device's, where the table tells the host's apart.
+    times: Timed,
+    memory_bytes: f64,
+    block_parameters: f64,
 }
 
 /// The costs of shapes, each worked out once: a parent has a few shapes in many blocks.
@@ -145,6 +155,7 @@ impl CostModel {
             other_memory_bytes: 0.0,
             anchor: Anchor::default(),
             corrections: Corrections::default(),
+            doubts: Doubts::default(),
             host: None,
         };
         model.other_memory_bytes = match (measured, &table.memory) {
@@ -176,14 +187,33 @@ impl CostModel {
         Ok(self)
     }
 
-    /// The same model with other corrections.
+    /// The same model with other corrections, of checks of smaller models of `parent`.
     ///
     /// # Errors
-    /// As [`CostModel::new`].
-    pub fn corrected(mut self, corrections: Corrections) -> Result<Self> {
-        self.corrections = corrections;
+    /// As [`CostModel::new`], and when the checked model is none of the parent's.
+    pub fn corrected(mut self, corrections: &Corrections, parent: &Architecture) -> Result<Self> {
+        self.corrections = corrections.clone();
+        self.doubts = Doubts::default();
         self.host = self.told_host()?;
+        let checked = corrections.checked.as_ref();
+        if let Some(checked) = checked.filter(|checked| checked.workload == self.workload) {
+            self.doubts = self.doubts_after(checked, parent)?;
+            self.host = self.told_host()?;
+        }
         Ok(self)
+    }
+
+    /// None are known where the table has no rows of the checked model's.
+    fn doubts_after(&mut self, checked: &Checked, parent: &Architecture) -> Result<Doubts> {
+        let architecture = parent.with_candidate(&checked.candidate)?;
+        let running = self.running;
+        let doubts = self.run_together(checked.running).and_then(|()| {
+            let sums = self.sums(&architecture)?;
+            let predicted = self.by_clock(&sums.times, architecture.blocks.len());
+            Ok(Doubts::of(checked, &predicted))
+        });
+        self.run_together(running)?;
+        Ok(doubts.unwrap_or_default())
     }
 
     /// Has `running` sequences run together from now on: memory holds the state of so many, the throughput is that of
@@ -249,6 +279,11 @@ impl CostModel {
     /// # Errors
     /// When the table lacks one of its shapes, or the architecture has another hidden width.
     pub fn predict(&self, architecture: &Architecture) -> Result<Prediction> {
+        Ok(self.prediction(&self.sums(architecture)?, architecture.blocks.len()))
+    }
+
+    /// What the blocks and the base of `architecture` come to.
+    fn sums(&self, architecture: &Architecture) -> Result<Sums> {
         if architecture.hidden != self.hidden {
             return Err(Error::HiddenWidth {
                 table: self.hidden,
@@ -262,15 +297,17 @@ impl CostModel {
                 None => counts.push((&block.shape, 1.0)),
             }
         }
-        let mut times = self.base_times(architecture)?;
-        let mut memory = self.base_bytes(architecture)?;
-        let mut block_parameters = 0.0;
+        let mut sums = Sums {
+            times: self.base_times(architecture)?,
+            memory_bytes: self.base_bytes(architecture)?,
+            block_parameters: 0.0,
+        };
         for (shape, count) in counts {
-            times.add(&self.block_times(shape)?, count);
-            memory += self.block_bytes(shape)? * count;
-            block_parameters += parameters(shape, self.hidden) * count;
+            sums.times.add(&self.block_times(shape)?, count);
+            sums.memory_bytes += self.block_bytes(shape)? * count;
+            sums.block_parameters += parameters(shape, self.hidden) * count;
         }
-        Ok(self.prediction(&times, architecture.blocks.len(), memory, block_parameters))
+        Ok(sums)
     }
 
     /// The limit as a bound on the sum over blocks and base.
@@ -315,27 +352,37 @@ impl CostModel {
         }
     }
 
-    fn prediction(
-        &self,
-        times: &Timed,
-        blocks: usize,
-        memory_bytes: f64,
-        block_parameters: f64,
-    ) -> Prediction {
-        let own = |times: &Sampled| (times.value, times.error());
+    /// First tokens, decode steps and turnover by the clock: each the device's or the host's. An engine that does not batch
+    /// continuously has no turnover of its own.
+    fn by_clock(&self, times: &Timed, blocks: usize) -> [Sampled; 3] {
         let mut waiting = times.clone();
         let mut host = Timed::default();
         if let Some(told) = &self.host {
             waiting.add(&told.alone, 1.0);
             host = told.of(blocks);
         }
-        let first = own(slower(&waiting.first, &host.first));
-        let decode = own(slower(&waiting.decode, &host.decode));
         let turnover = if self.batches_continuously {
-            own(&both(
+            both(
                 slower(&waiting.steady, &host.steady),
                 slower(&waiting.joined, &host.joined),
-            ))
+            )
+        } else {
+            Sampled::default()
+        };
+        [
+            slower(&waiting.first, &host.first).clone(),
+            slower(&waiting.decode, &host.decode).clone(),
+            turnover,
+        ]
+    }
+
+    fn prediction(&self, sums: &Sums, blocks: usize) -> Prediction {
+        let own = |times: &Sampled| (times.value, times.error());
+        let times = &sums.times;
+        let [first, decode, turnover] = self.by_clock(times, blocks);
+        let (first, decode) = (own(&first), own(&decode));
+        let turnover = if self.batches_continuously {
+            own(&turnover)
         } else {
             (first.0 + decode.0, first.1.hypot(decode.1))
         };
@@ -346,8 +393,8 @@ impl CostModel {
         let (figures, errors) = self.figures(first, decode, turnover);
         Prediction {
             figures: Figures {
-                memory_bytes: Some(memory_bytes),
-                block_parameters: Some(block_parameters),
+                memory_bytes: Some(sums.memory_bytes),
+                block_parameters: Some(sums.block_parameters),
                 ..figures
             },
             errors: Figures {
@@ -387,14 +434,16 @@ impl CostModel {
     }
 
     pub(super) fn block_times(&self, shape: &BlockShape) -> Result<Timed> {
-        self.timed(|load| self.times.block(shape, load).map(Some), Joining::Adds)
+        let times = self.timed(|load| self.times.block(shape, load).map(Some), Joining::Adds)?;
+        Ok(self.doubts.left_of(times))
     }
 
     pub(super) fn base_times(&self, architecture: &Architecture) -> Result<Timed> {
         let base = Subject::Base {
             vocab_size: architecture.vocab_size,
         };
-        self.timed(|load| self.needed(&base, load), Joining::Adds)
+        let times = self.timed(|load| self.needed(&base, load), Joining::Adds)?;
+        Ok(self.doubts.left_of(times))
     }
 
     /// The time of a subject that the table has to have.
@@ -406,7 +455,7 @@ impl CostModel {
         })
     }
 
-    /// Every time that a subject needs, by `time` under each load; none counts as nothing.
+    /// Every time that a subject needs, by `time` under each load; none counts as nothing. Doubts are as the table has them.
     pub(super) fn timed(
         &self,
         time: impl Fn(Load) -> Result<Option<Sampled>>,

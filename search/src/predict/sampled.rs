@@ -10,13 +10,15 @@ pub(crate) enum Source {
     Loads(usize),
     /// The line drawn between these shapes.
     Shapes(usize),
+    /// What a check of a whole model was off.
+    Check,
 }
 
 /// A time in milliseconds.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Sampled {
     pub(super) value: f64,
-    /// Standard error by source, each source once.
+    /// Standard error by source, each source once. Of either sign where a check has told some of it: see `checked`.
     pub(super) errors: Vec<(Source, f64)>,
 }
 

@@ -135,13 +135,16 @@ fn corrections_scale_times_and_the_parents_other_memory_stays() {
         memory_bytes: 200_000,
     };
     assert!(counted < 200_000);
-    let corrected = model(Some(&measurement)).corrected(Corrections {
+    let corrections = Corrections {
         first_token: 2.0,
         decode: 0.5,
         turnover: 3.0,
         memory_bytes: 7.0,
-    });
-    let corrected = corrected.unwrap();
+        ..Corrections::default()
+    };
+    let corrected = model(Some(&measurement))
+        .corrected(&corrections, &small())
+        .unwrap();
     let figures = corrected.predict(&small()).unwrap().figures;
     close(figures.first_token_ms, 38.0);
     close(figures.latency_ms, 38.0 + 10.3);
@@ -172,11 +175,14 @@ fn a_parent_that_takes_longer_than_its_sums_scales_all_alike_and_a_faster_one_no
         close(found.per_token_ms, factors[1] * each);
     }
     // What is learnt later comes on top.
-    let corrected = model(Some(&measurement)).corrected(Corrections {
+    let corrections = Corrections {
         first_token: 3.0,
         ..Corrections::default()
-    });
-    let corrected = corrected.unwrap().predict(&small()).unwrap().figures;
+    };
+    let corrected = model(Some(&measurement))
+        .corrected(&corrections, &small())
+        .unwrap();
+    let corrected = corrected.predict(&small()).unwrap().figures;
     close(corrected.first_token_ms, 3.0 * 38.0);
     // A throughput of its own has a factor of its own.
     let mut continuous = times();
@@ -197,7 +203,7 @@ fn a_throughput_of_continuous_batching_is_corrected_by_its_own_factor_alone() {
     continuous.key.engine = "vllm".to_owned();
     let predicted = |corrections| {
         let costs = CostModel::new(&continuous, &WORKLOAD, &small(), f32(), None).unwrap();
-        let costs = costs.corrected(corrections).unwrap();
+        let costs = costs.corrected(&corrections, &small()).unwrap();
         costs.predict(&small()).unwrap().figures
     };
     let plain = predicted(Corrections::default());
@@ -205,7 +211,7 @@ fn a_throughput_of_continuous_batching_is_corrected_by_its_own_factor_alone() {
         first_token: 2.0,
         decode: 2.0,
         turnover: 1.25,
-        memory_bytes: 0.0,
+        ..Corrections::default()
     });
     close(slower.latency_ms, 2.0 * 39.6);
     close(
@@ -215,6 +221,55 @@ fn a_throughput_of_continuous_batching_is_corrected_by_its_own_factor_alone() {
     let old: Corrections =
         serde_json::from_str(r#"{"first_token": 1.0, "decode": 1.0, "memory_bytes": 0.0}"#).unwrap();
     assert_eq!(old, Corrections::default());
+}
+
+#[test]
+fn of_what_a_check_has_told_only_the_difference_to_the_checked_model_stays_in_doubt() {
+    let variants = [Variant::Skip]
+        .into_iter()
+        .chain(vec![Variant::Whole; 5])
+        .collect::<Vec<_>>();
+    let smaller = Candidate { variants };
+    let taught = |candidate: &Candidate, workload: Workload| Corrections {
+        first_token: 2.0,
+        checked: Some(Checked {
+            candidate: candidate.clone(),
+            workload,
+            running: 2,
+            first_token_error: 0.01,
+            decode_error: 0.0,
+            turnover_error: 0.0,
+        }),
+        ..Corrections::default()
+    };
+    let whole = Candidate {
+        variants: vec![Variant::Whole; 6],
+    };
+    let error = |candidate: &Candidate, corrections: &Corrections| {
+        let architecture = small().with_candidate(candidate).unwrap();
+        let model = model(None).corrected(corrections, &small()).unwrap();
+        model.predict(&architecture).unwrap().errors.first_token_ms
+    };
+    let of_whole = taught(&whole, WORKLOAD);
+    // Twice 19 ms, which were measured to one part in a hundred.
+    close(error(&whole, &of_whole), 0.38);
+    // Twice 15 ms of two blocks of attention and three MLPs, where three and three are known to be 19.
+    let one = 1.4826 * (std::f64::consts::PI / 2.0).sqrt() * 0.05;
+    let share = 15.0 / 19.0;
+    let attention = 2.0 * one * (2.0 - 3.0 * share);
+    let mlps = 2.0 * 2.0 * one * (3.0 - 3.0 * share);
+    close(
+        error(&smaller, &of_whole),
+        (0.3_f64.powi(2) + attention.powi(2) + mlps.powi(2)).sqrt(),
+    );
+    // Another workload tells nothing of this one.
+    let others = taught(&whole, PROMPTS);
+    close(error(&whole, &others), 2.0 * (3.0 * one).hypot(6.0 * one));
+    // Nor does a model whose times are not known.
+    let mut halved = whole;
+    halved.variants[1] = Variant::Mlp { channels: 32 };
+    let unknown = taught(&halved, WORKLOAD);
+    close(error(&smaller, &unknown), 2.0 * (2.0 * one).hypot(6.0 * one));
 }
 
 #[test]

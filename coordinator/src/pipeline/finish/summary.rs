@@ -185,7 +185,7 @@ impl Tail<'_> {
         let architecture = self.architecture();
         let model = self
             .context
-            .cost_model(architecture, self.profiled, Corrections::default())?
+            .cost_model(architecture, self.profiled, &Corrections::default())?
             .by_sums()?;
         Ok(ParentReport {
             source: self.parent.source.clone(),
@@ -243,7 +243,9 @@ impl Tail<'_> {
     fn corrections(&self) -> Corrections {
         let mut chosen = self.accepted.iter().map(|accepted| accepted.chosen);
         let heterogeneous = chosen.find(|chosen| chosen.strategy == Strategy::Heterogeneous);
-        heterogeneous.map(|chosen| chosen.corrections).unwrap_or_default()
+        heterogeneous
+            .map(|chosen| chosen.corrections.clone())
+            .unwrap_or_default()
     }
 
     fn ranked(&self) -> Result<Vec<RankedPoint>, PlanError> {

@@ -1,7 +1,6 @@
 //! What the checks of one strategy say so far: which choice stands, or what comes next.
 
 use espalier_proto::task::MeasuredPair;
-use espalier_search::running::waits;
 use espalier_search::{Corrections, Metric};
 
 use super::{Accepted, Fit};
@@ -35,7 +34,7 @@ pub(super) enum Standing<'a> {
 }
 
 /// What a check that missed has taught; nothing before the first.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Learnt<'a> {
     /// Of the cost model, whatever the machine's pace is.
     pub(super) corrections: Corrections,
@@ -177,16 +176,9 @@ impl<'a> Fit<'a> {
 
     /// The corrections of a choice's prediction that would have met what was measured.
     fn learnt(&self, chosen: &Chosen, pair: &'a MeasuredPair) -> Learnt<'a> {
-        let concurrency = self.context.workload().concurrency;
-        let corrections = corrections(
-            chosen.corrections,
-            pair,
-            &self.profiled.parent,
-            &chosen.prediction,
-            waits(concurrency, chosen.running.unwrap_or(concurrency)),
-        );
+        let workload = self.context.workload();
         Learnt {
-            corrections,
+            corrections: corrections(chosen, pair, &self.profiled.parent, workload),
             beside: Some(pair),
         }
     }

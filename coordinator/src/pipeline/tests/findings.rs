@@ -25,7 +25,7 @@ fn asked_again(findings: &Findings) -> Answer {
         workload: asked.workload,
         limits: &asked.limits,
         extrapolate: false,
-        corrections: findings.corrections,
+        corrections: findings.corrections.clone(),
         disturbed: kept.disturbed,
     };
     answer(&findings.known().unwrap(), &target, 4, &Options::default()).unwrap()

@@ -210,7 +210,7 @@ fn the_parents_own_prediction_is_the_sum_of_its_blocks() {
     let memory = MemoryModel::unpaged(Storage::all(WeightFormat::F32));
     let model = CostModel::new(&table, &WORKLOAD, &parent(), memory, None)
         .unwrap()
-        .corrected(Corrections::default())
+        .corrected(&Corrections::default(), &parent())
         .unwrap();
     let skipped = espalier_arch::Candidate {
         variants: [vec![Variant::Skip], vec![Variant::Whole; 7]].concat(),

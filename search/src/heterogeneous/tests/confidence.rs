@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::fixtures::{attention, mlp, table};
-use crate::{CostTable, Point, Subject, Workload};
+use crate::{Checked, Corrections, CostTable, Point, Subject, Workload};
 
 const WORKLOAD: Workload = Workload {
     prompt_tokens: 8,
@@ -84,6 +84,30 @@ fn scored(variants: &[Vec<Variant>], losses: &[f64]) -> Vec<Score> {
     scores
 }
 
+/// What a check of one candidate taught.
+fn taught(variants: &[Vec<Variant>], sizes: &[usize], error: f64) -> Corrections {
+    let each = variants.iter().zip(sizes);
+    let candidate = Candidate {
+        variants: each
+            .map(|(variants, size)| variants[size % variants.len()].clone())
+            .collect(),
+    };
+    Corrections {
+        first_token: 1.1,
+        decode: 0.8,
+        turnover: 1.2,
+        memory_bytes: 0.0,
+        checked: Some(Checked {
+            candidate,
+            workload: WORKLOAD,
+            running: 2,
+            first_token_error: error,
+            decode_error: 2.0 * error,
+            turnover_error: error,
+        }),
+    }
+}
+
 /// Every candidate that the engine serves, with its score and its prediction.
 fn every(model: &CostModel, variants: &[Vec<Variant>], scores: &[Score]) -> Vec<(f64, Prediction)> {
     let mut all: Vec<(f64, Vec<Variant>)> = vec![(0.0, Vec::new())];
@@ -161,6 +185,7 @@ proptest! {
         shares in prop::collection::vec(0.0_f64..1.0, 3),
         confidences in prop::collection::vec(0.5_f64..0.999, 3),
         engine in prop::sample::select(vec!["builtin", "vllm"]),
+        checked in prop::option::of((prop::collection::vec(0_usize..3, 4), 0.0_f64..0.1)),
         measured: bool,
         exact: bool,
         skip: bool,
@@ -169,6 +194,9 @@ proptest! {
         let table = timed(engine, &times, measured);
         let mut model = CostModel::new(&table, &WORKLOAD, &parent, f32(), None).unwrap();
         let variants = space(skip);
+        if let Some((sizes, error)) = checked {
+            model = model.corrected(&taught(&variants, &sizes, error), &parent).unwrap();
+        }
         let scores = scored(&variants, &losses);
         let all = every(&model, &variants, &scores);
         let metrics = [Metric::Latency, Metric::FirstToken, Metric::Throughput, Metric::Memory];
