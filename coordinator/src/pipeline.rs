@@ -45,6 +45,9 @@ pub const MOST_DRIFT: f64 = 0.05;
 pub const MOST_DISTURBED: f64 = 0.5;
 /// A prediction farther than this from the measurement corrects the cost table.
 pub const MOST_MISPREDICTION: f64 = 0.10;
+/// The share of a limit that doubts of a prediction may take before a choice inside is made anew, by what its check told: so
+/// much quality is worth a second check.
+pub const MOST_DOUBT: f64 = espalier_search::heterogeneous::MOST_MARGIN;
 /// How often a strategy may choose anew after a miss.
 pub const MOST_CORRECTIONS: usize = 3;
 /// How often one measurement is taken before it counts as too noisy.

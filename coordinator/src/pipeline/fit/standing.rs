@@ -8,7 +8,8 @@ use crate::pipeline::compare::{corrections, missed, reading};
 use crate::pipeline::context::block_parameters;
 use crate::pipeline::outcome::Reading;
 use crate::pipeline::{
-    Chosen, Decision, MOST_CORRECTIONS, MOST_DRIFT, MOST_MISPREDICTION, MOST_NOISY, PlanError, Stage,
+    Chosen, Decision, MOST_CORRECTIONS, MOST_DOUBT, MOST_DRIFT, MOST_MISPREDICTION, MOST_NOISY, PlanError,
+    Stage,
 };
 use crate::spec::Strategy;
 
@@ -42,7 +43,7 @@ pub(super) struct Learnt<'a> {
     pub(super) beside: Option<&'a MeasuredPair>,
 }
 
-/// The last choice that a quiet check measured inside the limits, though not as predicted.
+/// The last choice that a quiet check measured inside the limits, though not as predicted or with much to spare.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Last<'a> {
     stage: Stage,
@@ -54,7 +55,7 @@ impl<'a> Last<'a> {
     /// Lets it stand after `round` checks, because of `reason` there is no other.
     pub(super) fn stands(self, round: u32, mut notes: Vec<String>, reason: &PlanError) -> Accepted<'a> {
         notes.push(format!(
-            "the choice of {} stands, which was inside the limits though not as predicted: {reason}",
+            "the choice of {} stands, which was inside the limits: {reason}",
             self.stage
         ));
         notes.extend(self.chosen.notes.iter().cloned());
@@ -143,7 +144,11 @@ impl<'a> Fit<'a> {
             let predicted = readings
                 .iter()
                 .all(|(metric, reading)| drifted(*metric) || reading.error.abs() <= MOST_MISPREDICTION);
-            if inside && (predicted || misses.len() >= MOST_CORRECTIONS) {
+            // What is chosen after a check is in no such doubt; of a time that drifted there is little to learn.
+            let doubted = chosen.margin > MOST_DOUBT
+                && chosen.corrections.checked.is_none()
+                && pair.drift <= MOST_DRIFT;
+            if inside && (predicted && !doubted || misses.len() >= MOST_CORRECTIONS) {
                 notes.extend(chosen.notes.iter().cloned());
                 return Ok(Standing::Accepted(Box::new(Accepted {
                     chosen,
@@ -152,15 +157,24 @@ impl<'a> Fit<'a> {
                     notes,
                 })));
             }
-            let figures = missed(&readings);
-            misses.push(format!("{stage}: {figures}"));
             if inside {
                 last = Some(Last { stage, chosen, pair });
             }
+            learnt = self.learnt(chosen, pair);
+            if inside && predicted {
+                notes.push(format!(
+                    "the choice of {stage} was inside the limits with {:.0}% to spare for doubts of its prediction; its check \
+                     told most of them{}",
+                    100.0 * chosen.margin,
+                    self.choice_after(chosen, strategy, round)
+                ));
+                continue;
+            }
+            let figures = missed(&readings);
+            misses.push(format!("{stage}: {figures}"));
             if misses.len() > MOST_CORRECTIONS {
                 return ended(last, round, notes, PlanError::Missed { strategy, misses });
             }
-            learnt = self.learnt(chosen, pair);
             let what = if inside {
                 "was predicted wrongly"
             } else {

@@ -71,6 +71,8 @@ pub(super) struct World {
     pub(super) drifts: Vec<f64>,
     /// By what share repeats of one model lie off their middle, each model's by itself; none where there is but one.
     pub(super) scatter: Option<f64>,
+    /// Of the table's times, as a share.
+    pub(super) spread: f64,
     /// What candidates take of the memory that is predicted of them.
     pub(super) memory_bias: f64,
     /// The share of times that others disturb.
@@ -94,6 +96,7 @@ impl Default for World {
             verify_biases: Vec::new(),
             drifts: vec![0.0],
             scatter: None,
+            spread: 0.0,
             memory_bias: 1.0,
             disturbed: 0.0,
             without_context: false,
@@ -261,7 +264,13 @@ impl World {
             })),
             TaskSpec::Profile(profile) => TaskOutput::Profile(Profiled {
                 key: key(),
-                rows: rows(profile),
+                rows: rows(profile)
+                    .into_iter()
+                    .map(|row| CostRow {
+                        spread_ms: row.spread_ms.max(self.spread * row.median_ms),
+                        ..row
+                    })
+                    .collect(),
                 parent: self.whole_parent(1.0),
                 memory: self.shortage.map(|_| EngineMemory {
                     overhead_bytes: 1_000_000,
