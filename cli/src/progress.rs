@@ -73,11 +73,33 @@ impl Progress {
     }
 }
 
-/// A line for each stage whose state changed since the snapshot before.
+/// A line for each attempt that failed in another way than its task's last one.
+#[derive(Default)]
+pub(crate) struct Failures {
+    seen: BTreeMap<u64, String>,
+}
+
+impl Failures {
+    fn lines(&mut self, job: &Job) -> Vec<String> {
+        let mut lines = Vec::new();
+        for stage in job.stages.iter().filter(|stage| is_running(stage)) {
+            for task in stage.active.iter().filter(|task| !task.last_failure.is_empty()) {
+                let before = self.seen.insert(task.id, task.last_failure.clone());
+                if before.as_ref() != Some(&task.last_failure) {
+                    lines.push(format!("{}: an attempt failed: {}", stage.name, task.last_failure));
+                }
+            }
+        }
+        lines
+    }
+}
+
+/// A line for each stage whose state changed since the snapshot before, and for what failed on the way.
 #[derive(Default)]
 pub(crate) struct Changes {
     seen: BTreeMap<String, i32>,
     state: i32,
+    failures: Failures,
 }
 
 impl Changes {
@@ -96,6 +118,7 @@ impl Changes {
                 state => format!("{} {}", stage.name, json::stage_state(state)),
             });
         }
+        lines.extend(self.failures.lines(job));
         if self.state != job.state && output::has_ended(job) {
             lines.push(format!("{} {}", job.id, json::job_state(job.state())));
         }
@@ -109,6 +132,7 @@ pub(crate) struct Bars {
     all: MultiProgress,
     whole: ProgressBar,
     stages: BTreeMap<String, ProgressBar>,
+    failures: Failures,
 }
 
 impl Bars {
@@ -121,10 +145,14 @@ impl Bars {
             all,
             whole,
             stages: BTreeMap::new(),
+            failures: Failures::default(),
         }
     }
 
     fn show(&mut self, job: &Job) {
+        for line in self.failures.lines(job) {
+            let _ = self.all.println(line);
+        }
         for stage in &job.stages {
             if is_running(stage) {
                 let (all, whole) = (&self.all, &self.whole);
@@ -240,13 +268,21 @@ fn left_text(left: Option<f64>) -> String {
     }
 }
 
+/// What a task says of itself; of one that rests after a failure, that.
 fn note(stage: &Stage) -> String {
     let notes = stage
         .active
         .iter()
         .map(|task| task.note.as_str())
         .find(|note| !note.is_empty());
-    notes.map_or_else(String::new, |note| format!(", {note}"))
+    if let Some(note) = notes {
+        return format!(", {note}");
+    }
+    let mut resting = stage.active.iter().filter(|task| task.attempt == 0);
+    match resting.find(|task| !task.last_failure.is_empty()) {
+        Some(task) => format!(", to be tried again after: {}", task.last_failure),
+        None => String::new(),
+    }
 }
 
 fn describe(stage: &Stage) -> String {
@@ -335,6 +371,33 @@ mod tests {
             stage("profile", StageState::Waiting, 0, 1),
         ];
         assert_eq!(changes.lines(&job), ["ingest done in 10 s"]);
+    }
+
+    #[test]
+    fn a_task_that_fails_says_why_once_for_each_reason_and_while_it_rests() {
+        let mut changes = Changes::default();
+        let mut job = Job {
+            stages: vec![stage("recover", StageState::Running, 0, 1)],
+            ..Job::default()
+        };
+        assert_eq!(changes.lines(&job), ["recover running"]);
+        job.stages[0].active = vec![Task {
+            id: 7,
+            failures: 1,
+            last_failure: "no space left".to_owned(),
+            ..Task::default()
+        }];
+        assert_eq!(changes.lines(&job), ["recover: an attempt failed: no space left"]);
+        assert!(changes.lines(&job).is_empty());
+        assert_eq!(
+            describe(&job.stages[0]),
+            "recover 0%, to be tried again after: no space left"
+        );
+        job.stages[0].active[0].last_failure = "the worker is gone".to_owned();
+        assert_eq!(
+            changes.lines(&job),
+            ["recover: an attempt failed: the worker is gone"]
+        );
     }
 
     #[test]
