@@ -3,7 +3,7 @@ SHELL := /bin/bash
 CARGO ?= cargo
 CARGO_DENY := 0.20.2
 
-.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-estimate check-plan check-shapes check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation check-kill check-chaos check-lost-coordinator check-gang check-kernels check-gpu-ops check-gpu-train check-gpu-forward check-gpu-gang check-gpu-job check-serving check-vllm check-vllm-gpu
+.PHONY: build demo test lint lint-deny check-parity check-solver check-scores check-counts check-estimate check-plan check-shapes check-cpu-speed check-bad-input check-damage check-restart check-dispatch check-simulation check-kill check-chaos check-lost-coordinator check-gang check-kernels check-gpu-ops check-gpu-train check-gpu-forward check-gpu-gang check-gpu-job check-gpu-streamed check-serving check-vllm check-vllm-gpu
 
 build:
 	$(CARGO) build --release --locked --bin espalier
@@ -90,6 +90,9 @@ check-gpu-gang:
 
 check-gpu-job:
 	tests/checks/gpu-job.sh "$(DATA)"
+
+check-gpu-streamed:
+	tests/checks/gpu-streamed.sh
 
 check-serving:
 	tests/checks/serving.sh

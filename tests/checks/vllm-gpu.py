@@ -9,11 +9,11 @@ PYTHON is of the environment that has vLLM and the plugin.
 import argparse
 import json
 import math
-import shutil
 import statistics
 import sys
 from pathlib import Path
 
+import random_llama
 from measured import (
     ROOT,
     Figures,
@@ -31,7 +31,6 @@ from measured import (
     vllm_helper,
 )
 
-TINY = ROOT / "examples" / "tiny"
 SPEC = """
 parent: {parent}
 data: {{train: [{data}/train.jsonl.xz], validation: [{data}/validation.jsonl.xz]}}
@@ -49,7 +48,6 @@ recovery: {{learning_rate: 0.0002, batch_sequences: 2}}
 # A Llama of the 1B class, and what stands for it in a rehearsal.
 LARGE = {"hidden": 2048, "layers": 16, "channels": 8192, "heads": 32, "kv_heads": 8, "head": 64, "vocabulary": 32000}
 REHEARSED = {"hidden": 192, "layers": 4, "channels": 512, "heads": 6, "kv_heads": 3, "head": 32, "vocabulary": 1024}
-NORMS = ("input_layernorm", "post_attention_layernorm")
 MOST_OF_DEVICE = 0.03
 # A pace farther off than from one GPU of a kind to the next is no pace.
 MOST_OF_PACE = 0.10
@@ -86,61 +84,6 @@ class Setting:
         )
 
 
-def large_config(sizes):
-    tiny = json.loads((TINY / "config.json").read_text())
-    return {
-        **tiny,
-        "vocab_size": sizes["vocabulary"],
-        "hidden_size": sizes["hidden"],
-        "intermediate_size": sizes["channels"],
-        "num_hidden_layers": sizes["layers"],
-        "num_attention_heads": sizes["heads"],
-        "num_key_value_heads": sizes["kv_heads"],
-        "head_dim": sizes["head"],
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 2048,
-        "torch_dtype": "bfloat16",
-    }
-
-
-def write_parent(directory, sizes):
-    """A Llama with random weights in bf16, and the tokenizer of examples/tiny."""
-    import torch
-    from safetensors.torch import save_file
-
-    hidden, width = sizes["hidden"], sizes["head"]
-    torch.manual_seed(1)
-
-    def matrix(rows, columns):
-        return (torch.randn(rows, columns) / columns**0.5).to(torch.bfloat16)
-
-    tensors = {"model.embed_tokens.weight": matrix(sizes["vocabulary"], hidden)}
-    shapes = {
-        "self_attn.q_proj": (sizes["heads"] * width, hidden),
-        "self_attn.k_proj": (sizes["kv_heads"] * width, hidden),
-        "self_attn.v_proj": (sizes["kv_heads"] * width, hidden),
-        "self_attn.o_proj": (hidden, sizes["heads"] * width),
-        "mlp.gate_proj": (sizes["channels"], hidden),
-        "mlp.up_proj": (sizes["channels"], hidden),
-        "mlp.down_proj": (hidden, sizes["channels"]),
-    }
-    norms = [f"model.layers.{layer}.{name}" for layer in range(sizes["layers"]) for name in NORMS]
-    for name in [*norms, "model.norm"]:
-        tensors[f"{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-    for layer in range(sizes["layers"]):
-        for name, shape in shapes.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = matrix(*shape)
-    directory.mkdir(parents=True)
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(large_config(sizes), indent=2))
-    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
-    entries = tokenizer["model"]["vocab"]
-    entries.update((f"<unused {number}>", number) for number in range(len(entries), sizes["vocabulary"]))
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    for name in ("tokenizer_config.json", "generation_config.json"):
-        shutil.copy(TINY / name, directory)
-
-
 def small(figures, setting, given):
     """The parent's job from profile to verify, by a limit on a request's latency."""
     workload = {"prompt_tokens": 128, "output_tokens": 32, "concurrency": 1}
@@ -153,7 +96,7 @@ def small(figures, setting, given):
 def large(figures, setting, given):
     """A throughput at the concurrency, met by what is served."""
     parent, sizes = given.output / "large-parent", setting.large
-    write_parent(parent, sizes)
+    random_llama.write(parent, sizes)
     counts = [sizes["kv_heads"], max(1, sizes["kv_heads"] // 4)]
     # Fine enough for models of many small blocks beside few large ones.
     search = f"mlp_grid: {sizes['channels'] // 4}, kv_groups: {counts}"
@@ -170,7 +113,7 @@ def unseen(figures, setting, given):
         return
     sizes, known = setting.large, rows(json.loads(table.read_text()))
     check_head(figures, setting, known, sizes)
-    config = large_config(sizes)
+    config = random_llama.config(sizes)
     described = given.output / "unseen"
     described.mkdir()
     (described / "config.json").write_text(json.dumps(config))
