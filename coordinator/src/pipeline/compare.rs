@@ -72,11 +72,10 @@ pub(super) fn missed(readings: &[(Metric, Reading)]) -> String {
     each.collect::<Vec<_>>().join(", ")
 }
 
-/// What the table's prediction of `chosen`, before any check, has to be multiplied by to have met this measurement, had the
+/// What the next prediction has to be multiplied by, so that it would have met this measurement of `chosen`, had the
 /// machine been as fast as when it was profiled; and how well that is known.
 pub(super) fn corrections(
     chosen: &Chosen,
-    by_table: &Figures,
     pair: &MeasuredPair,
     profiled: &WholeParent,
     workload: Workload,
@@ -91,9 +90,10 @@ pub(super) fn corrections(
         (Some(now), Some(then)) => ratio(part(now), part(then)),
         _ => 1.0,
     };
-    let predicted_first = by_table.first_token_ms.unwrap_or(0.0);
-    let predicted_later = by_table.latency_ms.unwrap_or(0.0) - predicted_first;
-    let predicted_turnover = 1.0 / by_table.throughput_tokens_per_second.unwrap_or(0.0);
+    let (before, figures) = (&chosen.corrections, &chosen.prediction.figures);
+    let predicted_first = figures.first_token_ms.unwrap_or(0.0);
+    let predicted_later = figures.latency_ms.unwrap_or(0.0) - predicted_first;
+    let predicted_turnover = 1.0 / figures.throughput_tokens_per_second.unwrap_or(0.0);
     let candidate = &pair.candidate;
     let own = |first: f64, later: f64| (first - waits * later) / (waits + 1.0);
     let first_own = own(first(candidate), later(candidate));
@@ -101,10 +101,10 @@ pub(super) fn corrections(
     #[allow(clippy::cast_precision_loss)] // bytes are far below 2^53
     let memory = candidate.memory_bytes as f64;
     Corrections {
-        first_token: ratio(first_own, predicted_own),
-        decode: ratio(later(candidate), predicted_later * pace_of(&later)),
-        turnover: ratio(turnover(candidate), predicted_turnover * pace_of(&turnover)),
-        memory_bytes: memory - by_table.memory_bytes.unwrap_or(memory),
+        first_token: before.first_token * ratio(first_own, predicted_own),
+        decode: before.decode * ratio(later(candidate), predicted_later * pace_of(&later)),
+        turnover: before.turnover * ratio(turnover(candidate), predicted_turnover * pace_of(&turnover)),
+        memory_bytes: before.memory_bytes + memory - figures.memory_bytes.unwrap_or(memory),
         checked: Some(Checked {
             candidate: chosen.candidate.clone(),
             workload,

@@ -15,7 +15,7 @@ use espalier_arch::{Architecture, BlockShape};
 
 use super::model::{CostModel, Costs, parameters};
 use super::sampled::{Sampled, Source};
-use super::timed::{Side, Timed};
+use super::timed::Timed;
 use crate::{AbsoluteLimit, Metric, Result};
 
 /// What one block or the base adds to every sum.
@@ -24,6 +24,13 @@ pub(crate) struct Priced {
     pub(crate) costs: Costs,
     device: Timed,
     host: Timed,
+}
+
+/// Whose time a part is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Side {
+    Device,
+    Host,
 }
 
 /// One part of a sum.

@@ -13,7 +13,7 @@
 use super::model::CostModel;
 use super::rows::Load;
 use super::sampled::Sampled;
-use super::timed::{Joining, Side, Timed};
+use super::timed::{Joining, Timed};
 use crate::{Error, Result, Subject};
 
 /// The host's time under a model's loads.
@@ -55,9 +55,9 @@ impl CostModel {
         // A prompt that joins finds the device busy.
         let alone = self.timed(known(Subject::HostAlone), Joining::IsHidden)?;
         Ok(Some(Host {
-            floor: self.learnt(Side::Host, &floors),
-            block: self.learnt(Side::Host, &block),
-            alone: self.learnt(Side::Device, &alone),
+            floor: self.doubts.left_of(floors),
+            block: self.doubts.left_of(block),
+            alone: self.doubts.left_of(alone),
         }))
     }
 
@@ -75,6 +75,6 @@ impl CostModel {
         let mut added = self.decode_at(self.running(), floor)?;
         added.add(&alone, -1.0);
         added.value = added.value.max(0.0);
-        Ok(added.times(self.joined_steps() / self.steps() * self.anchor.host.turnover))
+        Ok(added.times(self.joined_steps() / self.steps() * self.turnover_correction()))
     }
 }

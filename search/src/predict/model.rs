@@ -5,14 +5,14 @@ use std::rc::Rc;
 use espalier_arch::{Architecture, BlockShape};
 use serde::{Deserialize, Serialize};
 
-use super::checked::{Checked, Lessons, Sides};
+use super::checked::{Checked, Doubts};
 use super::cone::Priced;
 use super::corrections::{Anchor, Corrections};
 use super::host::Host;
 use super::rows::Load;
 use super::sampled::Sampled;
 use super::shapes::Times;
-use super::timed::{Joining, Side, Timed, both, slower};
+use super::timed::{Joining, Timed, both, slower};
 use super::{check, decode_steps};
 use crate::running::waits;
 use crate::{
@@ -77,10 +77,9 @@ pub struct CostModel {
     pub(super) hidden: usize,
     memory: MemoryModel,
     other_memory_bytes: f64,
-    /// By which checks found more.
-    unpredicted_memory_bytes: f64,
-    pub(super) anchor: Anchor,
-    lessons: Lessons,
+    anchor: Anchor,
+    corrections: Corrections,
+    pub(super) doubts: Doubts,
     host: Option<Host>,
 }
 
@@ -154,9 +153,9 @@ impl CostModel {
             // The built-in engine has no pages and keeps what lies behind a window: only its overhead is measured.
             memory: memory.paged(table.memory.as_ref().filter(|_| table.key.batches_continuously())),
             other_memory_bytes: 0.0,
-            unpredicted_memory_bytes: 0.0,
             anchor: Anchor::default(),
-            lessons: Lessons::default(),
+            corrections: Corrections::default(),
+            doubts: Doubts::default(),
             host: None,
         };
         model.other_memory_bytes = match (measured, &table.memory) {
@@ -193,36 +192,28 @@ impl CostModel {
     /// # Errors
     /// As [`CostModel::new`], and when the checked model is none of the parent's.
     pub fn corrected(mut self, corrections: &Corrections, parent: &Architecture) -> Result<Self> {
-        self.unpredicted_memory_bytes = corrections.memory_bytes;
-        self.lessons = Lessons::default();
-        let checked = corrections.checked.as_ref();
-        let checked = checked.filter(|checked| checked.workload == self.workload);
-        self.lessons = match checked {
-            Some(checked) => self.lessons_of(corrections, checked, parent)?,
-            None => Lessons::of(corrections),
-        };
+        self.corrections = corrections.clone();
+        self.doubts = Doubts::default();
         self.host = self.told_host()?;
+        let checked = corrections.checked.as_ref();
+        if let Some(checked) = checked.filter(|checked| checked.workload == self.workload) {
+            self.doubts = self.doubts_after(checked, parent)?;
+            self.host = self.told_host()?;
+        }
         Ok(self)
     }
 
-    /// Where the table has no rows of the checked model's, both sides learn alike.
-    fn lessons_of(
-        &mut self,
-        corrections: &Corrections,
-        checked: &Checked,
-        parent: &Architecture,
-    ) -> Result<Lessons> {
+    /// None are known where the table has no rows of the checked model's.
+    fn doubts_after(&mut self, checked: &Checked, parent: &Architecture) -> Result<Doubts> {
         let architecture = parent.with_candidate(&checked.candidate)?;
         let running = self.running;
-        let sides = self.run_together(checked.running).and_then(|()| {
+        let doubts = self.run_together(checked.running).and_then(|()| {
             let sums = self.sums(&architecture)?;
-            Ok(self.sides(&sums.times, architecture.blocks.len()))
+            let predicted = self.by_clock(&sums.times, architecture.blocks.len());
+            Ok(Doubts::of(checked, &predicted))
         });
         self.run_together(running)?;
-        Ok(match sides {
-            Ok(sides) => Lessons::of_check(corrections, checked, &sides),
-            Err(_) => Lessons::of(corrections),
-        })
+        Ok(doubts.unwrap_or_default())
     }
 
     /// Has `running` sequences run together from now on: memory holds the state of so many, the throughput is that of
@@ -361,30 +352,37 @@ impl CostModel {
         }
     }
 
-    /// The two sides of a model of so many blocks, of which these are the device's times.
-    fn sides(&self, times: &Timed, blocks: usize) -> Sides {
-        let mut sides = Sides {
-            device: times.clone(),
-            host: Timed::default(),
-        };
+    /// First tokens, decode steps and turnover by the clock: each the device's or the host's. An engine that does not batch
+    /// continuously has no turnover of its own.
+    fn by_clock(&self, times: &Timed, blocks: usize) -> [Sampled; 3] {
+        let mut waiting = times.clone();
+        let mut host = Timed::default();
         if let Some(told) = &self.host {
-            sides.device.add(&told.alone, 1.0);
-            sides.host = told.of(blocks);
+            waiting.add(&told.alone, 1.0);
+            host = told.of(blocks);
         }
-        sides
+        let turnover = if self.batches_continuously {
+            both(
+                slower(&waiting.steady, &host.steady),
+                slower(&waiting.joined, &host.joined),
+            )
+        } else {
+            Sampled::default()
+        };
+        [
+            slower(&waiting.first, &host.first).clone(),
+            slower(&waiting.decode, &host.decode).clone(),
+            turnover,
+        ]
     }
 
     fn prediction(&self, sums: &Sums, blocks: usize) -> Prediction {
         let own = |times: &Sampled| (times.value, times.error());
         let times = &sums.times;
-        let Sides { device, host } = self.sides(times, blocks);
-        let first = own(slower(&device.first, &host.first));
-        let decode = own(slower(&device.decode, &host.decode));
+        let [first, decode, turnover] = self.by_clock(times, blocks);
+        let (first, decode) = (own(&first), own(&decode));
         let turnover = if self.batches_continuously {
-            own(&both(
-                slower(&device.steady, &host.steady),
-                slower(&device.joined, &host.joined),
-            ))
+            own(&turnover)
         } else {
             (first.0 + decode.0, first.1.hypot(decode.1))
         };
@@ -437,7 +435,7 @@ impl CostModel {
 
     pub(super) fn block_times(&self, shape: &BlockShape) -> Result<Timed> {
         let times = self.timed(|load| self.times.block(shape, load).map(Some), Joining::Adds)?;
-        Ok(self.learnt(Side::Device, &times))
+        Ok(self.doubts.left_of(times))
     }
 
     pub(super) fn base_times(&self, architecture: &Architecture) -> Result<Timed> {
@@ -445,7 +443,7 @@ impl CostModel {
             vocab_size: architecture.vocab_size,
         };
         let times = self.timed(|load| self.needed(&base, load), Joining::Adds)?;
-        Ok(self.learnt(Side::Device, &times))
+        Ok(self.doubts.left_of(times))
     }
 
     /// The time of a subject that the table has to have.
@@ -457,16 +455,7 @@ impl CostModel {
         })
     }
 
-    /// What checks make of the times of a side.
-    pub(super) fn learnt(&self, side: Side, timed: &Timed) -> Timed {
-        let mut learnt = self.lessons.apply(side, timed);
-        if !self.batches_continuously {
-            learnt.steady = both(&learnt.first, &learnt.decode);
-        }
-        learnt
-    }
-
-    /// Every time that a subject needs, by `time` under each load, before what checks make of it; none counts as nothing.
+    /// Every time that a subject needs, by `time` under each load; none counts as nothing. Doubts are as the table has them.
     pub(super) fn timed(
         &self,
         time: impl Fn(Load) -> Result<Option<Sampled>>,
@@ -478,15 +467,17 @@ impl CostModel {
         };
         let first = self.prefill_together(&time)?;
         let decode = self.decode_at(self.running, &time)?;
-        let timed = Timed {
-            first: first.times(anchor.first_token),
-            decode: decode.times(anchor.decode),
+        let mut timed = Timed {
+            first: first.times(anchor.first_token * self.corrections.first_token),
+            decode: decode.times(anchor.decode * self.corrections.decode),
             ..Timed::default()
         };
         if !self.batches_continuously {
+            timed.steady = both(&timed.first, &timed.decode);
             return Ok(timed);
         }
-        let (courses, running) = (self.courses(), decode.times(anchor.turnover));
+        let correction = anchor.turnover * self.corrections.turnover;
+        let (courses, running) = (self.courses(), decode.times(correction));
         // Each request's prompt joins one of the steps that it shares, several the same one where there are fewer steps. To
         // a sequence that runs alone nothing joins.
         let shared = match self.running {
@@ -498,10 +489,10 @@ impl CostModel {
             _ => self.requests(),
         };
         let mut joined = match time(self.prefill(1)) {
-            Ok(Some(alone)) => alone.times(anchor.turnover * prompts),
+            Ok(Some(alone)) => alone.times(correction * prompts),
             // Without a prompt by itself, its share of the prompts together.
             Ok(None) | Err(Error::MissingRow { .. } | Error::Extrapolation { .. }) => {
-                first.times(anchor.turnover * courses)
+                first.times(correction * courses)
             }
             Err(error) => return Err(error),
         };
@@ -570,6 +561,11 @@ impl CostModel {
         }
     }
 
+    /// Of the host's side.
+    pub(super) fn turnover_correction(&self) -> f64 {
+        self.anchor.host.turnover * self.corrections.turnover
+    }
+
     /// See [`waits`].
     fn waits(&self) -> f64 {
         waits(self.workload.concurrency, self.running)
@@ -599,7 +595,7 @@ impl CostModel {
 
     /// Everything that is no block, on one rank.
     pub(super) fn base_bytes(&self, architecture: &Architecture) -> Result<f64> {
-        let other = self.other_memory_bytes + self.unpredicted_memory_bytes;
+        let other = self.other_memory_bytes + self.corrections.memory_bytes;
         let outside = |model: &Architecture| bytes(model.stored_outside_blocks(&self.memory.storage));
         if self.ranks == 1 {
             return Ok(outside(architecture) + other);

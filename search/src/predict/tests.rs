@@ -582,50 +582,6 @@ fn the_hosts_side_grows_with_blocks_and_the_device_waits_for_what_it_cannot_hide
 }
 
 #[test]
-fn a_check_tells_of_the_side_that_took_the_time_and_of_the_other_that_it_took_no_longer() {
-    let corrections = Corrections {
-        first_token: 1.1,
-        decode: 0.8,
-        turnover: 1.2,
-        memory_bytes: 0.0,
-        checked: Some(Checked {
-            candidate: Candidate {
-                variants: vec![Variant::Whole; 6],
-            },
-            workload: WORKLOAD,
-            running: 2,
-            first_token_error: 0.0,
-            decode_error: 0.0,
-            turnover_error: 0.0,
-        }),
-    };
-    let predict = |table: &CostTable| {
-        let costs = CostModel::new(table, &WORKLOAD, &small(), f32(), None).unwrap();
-        let corrected = costs.corrected(&corrections, &small()).unwrap();
-        corrected.predict(&small()).unwrap()
-    };
-    // The host's 20 ms are 22, and its 24 are 19.2, which is less than the device's 20.6.
-    let found = predict(&floored());
-    close(found.figures.first_token_ms, 22.0);
-    close(found.figures.latency_ms, 22.0 + 19.2);
-    let device = found.device.unwrap();
-    close(device.first_token_ms, 19.0);
-    close(device.latency_ms, 19.0 + 19.2);
-    // The host's 12 ms of steps without a prompt, and the device's 29.3 of those with one.
-    let mut continuous = floored();
-    continuous.key.engine = "vllm".to_owned();
-    let found = predict(&continuous);
-    close(
-        found.figures.throughput_tokens_per_second,
-        10_000.0 / (1.2 * (12.0 + 29.3)),
-    );
-    close(
-        found.device.unwrap().throughput_tokens_per_second,
-        10_000.0 / (10.3 + 1.2 * 29.3),
-    );
-}
-
-#[test]
 fn a_table_that_tells_the_hosts_part_somewhere_has_to_tell_it_at_every_load() {
     let mut mixed = floored();
     mixed

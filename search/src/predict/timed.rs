@@ -24,13 +24,6 @@ impl Timed {
     }
 }
 
-/// Whose time it is.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Side {
-    Device,
-    Host,
-}
-
 /// What a step costs that a prompt joins while the others decode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Joining {

@@ -160,7 +160,7 @@ impl<'a> Fit<'a> {
             if inside {
                 last = Some(Last { stage, chosen, pair });
             }
-            learnt = self.learnt(chosen, pair)?;
+            learnt = self.learnt(chosen, pair);
             if inside && predicted {
                 notes.push(format!(
                     "the choice of {stage} was inside the limits with {:.0}% to spare for doubts of its prediction; its check \
@@ -188,18 +188,13 @@ impl<'a> Fit<'a> {
         Ok(Standing::Waiting)
     }
 
-    /// The corrections of the table that would have met what was measured.
-    fn learnt(&self, chosen: &Chosen, pair: &'a MeasuredPair) -> Result<Learnt<'a>, PlanError> {
-        let (workload, parent) = (self.context.workload(), self.architecture());
-        let mut model = self
-            .context
-            .cost_model(parent, self.profiled, &Corrections::default())?;
-        model.run_together(chosen.running.unwrap_or(workload.concurrency))?;
-        let by_table = model.predict(&parent.with_candidate(&chosen.candidate)?)?.figures;
-        Ok(Learnt {
-            corrections: corrections(chosen, &by_table, pair, &self.profiled.parent, workload),
+    /// The corrections of a choice's prediction that would have met what was measured.
+    fn learnt(&self, chosen: &Chosen, pair: &'a MeasuredPair) -> Learnt<'a> {
+        let workload = self.context.workload();
+        Learnt {
+            corrections: corrections(chosen, pair, &self.profiled.parent, workload),
             beside: Some(pair),
-        })
+        }
     }
 
     /// What was chosen after this one, in words; empty where nothing was.
