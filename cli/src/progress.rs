@@ -86,7 +86,10 @@ impl Failures {
             for task in stage.active.iter().filter(|task| !task.last_failure.is_empty()) {
                 let before = self.seen.insert(task.id, task.last_failure.clone());
                 if before.as_ref() != Some(&task.last_failure) {
-                    lines.push(format!("{}: an attempt failed: {}", stage.name, task.last_failure));
+                    lines.push(format!(
+                        "{}: an attempt failed: {}",
+                        stage.name, task.last_failure
+                    ));
                 }
             }
         }

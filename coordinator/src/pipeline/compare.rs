@@ -16,7 +16,7 @@ use espalier_search::{
 };
 
 use super::outcome::Reading;
-use super::{Chosen, MOST_MISPREDICTION};
+use super::{Chosen, MOST_DRIFT, MOST_MISPREDICTION};
 
 /// Reads one metric of a measured pair. None when the metric has no figure.
 pub(super) fn reading(
@@ -109,18 +109,22 @@ pub(super) fn corrections(
             candidate: chosen.candidate.clone(),
             workload,
             running,
-            first_token_error: error_of(pair, |measured| measured.first_token_ms.samples.clone()),
-            decode_error: error_of(pair, |measured| {
-                let each = measured
-                    .latency_ms
-                    .samples
-                    .iter()
-                    .zip(&measured.first_token_ms.samples);
-                each.map(|(all, first)| all - first).collect()
-            }),
-            turnover_error: error_of(pair, |measured| {
-                measured.throughput_tokens_per_second.samples.clone()
-            }),
+            first_token_error: error_of(
+                pair,
+                |measured, waits| {
+                    let (first, later) = (&measured.first_token_ms.samples, laters(measured));
+                    let each = first.iter().zip(later);
+                    each.map(|(first, later)| (first - waits * later) / (waits + 1.0))
+                        .collect()
+                },
+                waits,
+            ),
+            decode_error: error_of(pair, |measured, _| laters(measured), waits),
+            turnover_error: error_of(
+                pair,
+                |measured, _| measured.throughput_tokens_per_second.samples.clone(),
+                waits,
+            ),
         }),
     }
 }
@@ -129,12 +133,23 @@ pub(super) fn corrections(
 const LEAST_ERROR: f64 = 0.01;
 
 /// Standard error of the candidate's times as a share of them: by turns with the parent's, which leaves the machine's pace
-/// out; without those, the pace is as uncertain as it moved.
-fn error_of(pair: &MeasuredPair, samples: impl Fn(&Measurement) -> Vec<f64>) -> f64 {
-    let own = samples(&pair.candidate);
+/// out. Where that moved, or there is no parent, medians are as uncertain as it moved. `samples` are of a measurement in
+/// which each request waited for so many courses of others.
+fn error_of(pair: &MeasuredPair, samples: impl Fn(&Measurement, f64) -> Vec<f64>, waits: f64) -> f64 {
+    let own = samples(&pair.candidate, waits);
     let error = match pair.parent.measured() {
-        Some(parent) => relative_error(&ratios(&own, &samples(parent))),
-        None => relative_error(&own).max(pair.drift),
+        Some(parent) => relative_error(&ratios(&own, &samples(parent, 0.0))),
+        None => relative_error(&own),
     };
+    if pair.drift > MOST_DRIFT || pair.parent.measured().is_none() {
+        return error.max(pair.drift).max(LEAST_ERROR);
+    }
     error.max(LEAST_ERROR)
+}
+
+/// From the first token to the last, request by request.
+fn laters(measured: &Measurement) -> Vec<f64> {
+    let each = measured.latency_ms.samples.iter();
+    let each = each.zip(&measured.first_token_ms.samples);
+    each.map(|(all, first)| all - first).collect()
 }

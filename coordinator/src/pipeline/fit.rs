@@ -2,8 +2,8 @@
 //!
 //! Heterogeneous: solve → check. Uniform: grid → rank → check. A check that misses a limit, or shows the
 //! prediction wrong, corrects the cost model by the measured ratio, and the strategy chooses anew; where that leads to
-//! nothing, the last choice stands that was measured inside the limits, however wrongly it was predicted. A noisy check
-//! is repeated as it is. An imported cost table is believed: its one check is read, and corrects nothing.
+//! nothing, the last choice stands that was measured inside the limits, however wrongly it was predicted. So does a first
+//! choice that doubts had give much away, where what its check told leads to none better. A noisy check is repeated as it is. An imported cost table is believed: its one check is read, and corrects nothing.
 //! [`standing`] reads the checks; here is what follows from them.
 
 mod standing;
@@ -92,8 +92,12 @@ pub(super) fn taught(context: &Context<'_>, ingested: &Ingested, profiled: &Prof
         ingested,
         profiled,
     };
-    if let Ok(Standing::Choose { learnt, .. }) = fit.standing(Strategy::Heterogeneous) {
-        return learnt.corrections;
+    match fit.standing(Strategy::Heterogeneous) {
+        Ok(Standing::Choose { last: Some(last), .. }) if fit.has_gone_on() => {
+            return last.chosen.corrections.clone();
+        }
+        Ok(Standing::Choose { learnt, .. }) => return learnt.corrections,
+        _ => {}
     }
     let stages = context.results.stages.values().rev();
     let mut decisions = stages.filter_map(|stage| stage.decision.as_ref());
@@ -115,6 +119,12 @@ struct Fit<'a> {
 impl<'a> Fit<'a> {
     fn architecture(&self) -> &'a Architecture {
         &self.ingested.architecture
+    }
+
+    /// Whether the stages after every check are planned.
+    fn has_gone_on(&self) -> bool {
+        let planned = |stage| self.context.results.planned(stage);
+        planned(Stage::Recover) || planned(Stage::Evaluate)
     }
 
     /// The strategy's accepted choice; where it has none yet, plans what that needs next.
@@ -140,6 +150,15 @@ impl<'a> Fit<'a> {
                 };
                 match (chosen, last) {
                     (Err(reason @ (PlanError::Impossible(_) | PlanError::NoUniform)), Some(last)) => {
+                        return Ok(Some(last.stands(round - 1, notes, &reason)));
+                    }
+                    (Ok(Some(other)), Some(last)) if last.is_as_good_as(&other) => {
+                        let reason = "no better one was found with what its check told";
+                        return Ok(Some(last.stands(round - 1, notes, &reason)));
+                    }
+                    // Results of a version that chose by other rules: the student that is trained stays the one.
+                    (Ok(Some(_)), Some(last)) if self.has_gone_on() => {
+                        let reason = "what follows was planned for it";
                         return Ok(Some(last.stands(round - 1, notes, &reason)));
                     }
                     (chosen, _) => (chosen?, round, notes),

@@ -248,7 +248,7 @@ pub struct Chosen {
     /// What the reader should know of it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
-    /// What earlier checks taught, whatever the machine's pace was.
+    /// What checks before it taught, whatever the machine's pace was, and which of them was the last.
     pub corrections: Corrections,
     /// Heterogeneous: the solver's objective and its proof.
     pub solved: Option<SolverProof>,

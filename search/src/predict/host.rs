@@ -55,9 +55,9 @@ impl CostModel {
         // A prompt that joins finds the device busy.
         let alone = self.timed(known(Subject::HostAlone), Joining::IsHidden)?;
         Ok(Some(Host {
-            floor: self.doubts.left_of(floors),
-            block: self.doubts.left_of(block),
-            alone: self.doubts.left_of(alone),
+            floor: self.left_of(floors),
+            block: self.left_of(block),
+            alone: self.left_of(alone),
         }))
     }
 

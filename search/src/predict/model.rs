@@ -79,7 +79,7 @@ pub struct CostModel {
     other_memory_bytes: f64,
     anchor: Anchor,
     corrections: Corrections,
-    pub(super) doubts: Doubts,
+    doubts: Doubts,
     host: Option<Host>,
 }
 
@@ -187,7 +187,8 @@ impl CostModel {
         Ok(self)
     }
 
-    /// The same model with other corrections, of checks of smaller models of `parent`.
+    /// The same model with other corrections, of checks of smaller models of `parent`. Of what else it is made, as
+    /// [`CostModel::extrapolating`], comes before.
     ///
     /// # Errors
     /// As [`CostModel::new`], and when the checked model is none of the parent's.
@@ -435,7 +436,7 @@ impl CostModel {
 
     pub(super) fn block_times(&self, shape: &BlockShape) -> Result<Timed> {
         let times = self.timed(|load| self.times.block(shape, load).map(Some), Joining::Adds)?;
-        Ok(self.doubts.left_of(times))
+        Ok(self.left_of(times))
     }
 
     pub(super) fn base_times(&self, architecture: &Architecture) -> Result<Timed> {
@@ -443,7 +444,7 @@ impl CostModel {
             vocab_size: architecture.vocab_size,
         };
         let times = self.timed(|load| self.needed(&base, load), Joining::Adds)?;
-        Ok(self.doubts.left_of(times))
+        Ok(self.left_of(times))
     }
 
     /// The time of a subject that the table has to have.
@@ -453,6 +454,11 @@ impl CostModel {
             subject: subject.to_string(),
             point: load.point(),
         })
+    }
+
+    /// The same times, with the doubt that checks leave of them.
+    pub(super) fn left_of(&self, timed: Timed) -> Timed {
+        self.doubts.left_of(timed, self.running)
     }
 
     /// Every time that a subject needs, by `time` under each load; none counts as nothing. Doubts are as the table has them.

@@ -1,5 +1,7 @@
 //! What the checks of one strategy say so far: which choice stands, or what comes next.
 
+use std::fmt::Display;
+
 use espalier_proto::task::MeasuredPair;
 use espalier_search::{Corrections, Metric};
 
@@ -34,7 +36,7 @@ pub(super) enum Standing<'a> {
     },
 }
 
-/// What a check that missed has taught; nothing before the first.
+/// What a check has taught; nothing before the first.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Learnt<'a> {
     /// Of the cost model, whatever the machine's pace is.
@@ -47,13 +49,20 @@ pub(super) struct Learnt<'a> {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Last<'a> {
     stage: Stage,
-    chosen: &'a Chosen,
+    pub(super) chosen: &'a Chosen,
     pair: &'a MeasuredPair,
+    as_predicted: bool,
 }
 
 impl<'a> Last<'a> {
+    /// Whether it is known to be inside as surely as another choice would be, and at least as good as that.
+    pub(super) fn is_as_good_as(&self, other: &Chosen) -> bool {
+        let score = |chosen: &Chosen| chosen.solved.map_or(f64::INFINITY, |solved| solved.score);
+        self.as_predicted && score(self.chosen) <= score(other)
+    }
+
     /// Lets it stand after `round` checks, because of `reason` there is no other.
-    pub(super) fn stands(self, round: u32, mut notes: Vec<String>, reason: &PlanError) -> Accepted<'a> {
+    pub(super) fn stands(self, round: u32, mut notes: Vec<String>, reason: &impl Display) -> Accepted<'a> {
         notes.push(format!(
             "the choice of {} stands, which was inside the limits: {reason}",
             self.stage
@@ -144,7 +153,7 @@ impl<'a> Fit<'a> {
             let predicted = readings
                 .iter()
                 .all(|(metric, reading)| drifted(*metric) || reading.error.abs() <= MOST_MISPREDICTION);
-            // What is chosen after a check is in no such doubt; of a time that drifted there is little to learn.
+            // A choice after a check stands with what doubt is left; of a time that drifted there is little to learn.
             let doubted = chosen.margin > MOST_DOUBT
                 && chosen.corrections.checked.is_none()
                 && pair.drift <= MOST_DRIFT;
@@ -158,7 +167,12 @@ impl<'a> Fit<'a> {
                 })));
             }
             if inside {
-                last = Some(Last { stage, chosen, pair });
+                last = Some(Last {
+                    stage,
+                    chosen,
+                    pair,
+                    as_predicted: predicted,
+                });
             }
             learnt = self.learnt(chosen, pair);
             if inside && predicted {

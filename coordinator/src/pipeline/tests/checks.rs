@@ -326,6 +326,21 @@ fn what_is_given_away_for_doubts_is_had_back_once_a_check_has_told_them() {
 }
 
 #[test]
+fn a_choice_that_doubts_did_not_make_worse_stands_without_a_second_check() {
+    let mut world = World {
+        spread: 0.6,
+        ..World::default()
+    };
+    let limits = r#"{"latency": "100% at 90%", "block_parameters": "60%"}"#;
+    let outcome = world.run(&spec(limits, r#"["heterogeneous"]"#)).unwrap();
+    assert_eq!(world.rounds(Strategy::Heterogeneous), 1);
+    let stands = |note: &String| {
+        note.contains("check-heterogeneous-1 stands, which was inside the limits: no better one")
+    };
+    assert!(outcome.notes.iter().any(stands), "{:?}", outcome.notes);
+}
+
+#[test]
 fn memory_that_was_predicted_wrongly_is_corrected_however_times_drift() {
     for drift in [0.0, 0.2] {
         let mut world = World {

@@ -110,6 +110,29 @@ fn a_plan_for_the_jobs_own_limits_is_the_choice_that_its_checks_accepted() {
 }
 
 #[test]
+fn results_of_a_version_that_was_content_with_the_first_choice_go_on_with_it() {
+    let spec = spec(r#"{"latency": "75% at 90%"}"#, r#"["heterogeneous"]"#);
+    let mut world = World {
+        spread: 0.6,
+        ..World::default()
+    };
+    let mut results = until(&mut world, &spec, Stage::Evaluate);
+    let second = Stage::Check {
+        strategy: Strategy::Heterogeneous,
+        round: 2,
+    };
+    let Some(Decision::Chosen(first)) = results.decision(CHECK).cloned() else {
+        panic!("the first check has a choice")
+    };
+    assert!(results.stages.remove(&second).is_some());
+    let planned = plan(&spec, &results).unwrap();
+    let stages: Vec<Stage> = planned.stages.iter().map(|stage| stage.stage).collect();
+    assert_eq!(stages, [Stage::Export]);
+    let findings = Findings::of_results(&spec, &results).unwrap();
+    assert_eq!(findings.corrections, first.corrections);
+}
+
+#[test]
 fn the_check_after_one_that_missed_says_what_that_one_found() {
     let spec = spec(r#"{"latency": "75%"}"#, r#"["heterogeneous"]"#);
     let results = until(&mut biased(), &spec, CHECK);
