@@ -90,8 +90,10 @@ def compare_exports(report, name, directory, exports, tied):
     for export in exports:
         complaints, difference = check(directory / export, directory / f"{export}.safetensors", 1e-3)
         plain = not (directory / export / "modeling_espalier.py").exists()
+        # Qwen2's class in vLLM takes the width over the number of query heads for a head's size, and some are gone.
+        expected = export.startswith("uniform") and "qwen2" not in name
         report.holds(f"{name} {export}, exported as {'the plain family' if plain else 'the flat form'}",
-                     plain == export.startswith("uniform"), quiet=True)
+                     plain == expected, quiet=True)
         if json.loads((directory / export / "config.json").read_text()).get("tie_word_embeddings", False) != tied:
             complaints.append(f"expected tie_word_embeddings {tied}")
         report.figure(f"{name} {export}, logits", difference, 1e-3)

@@ -231,8 +231,10 @@ impl Recovery {
     fn check_ranks(&self) -> Result<(), SpecError> {
         if !self.ranks.is_multiple_of(self.pipeline_stages) {
             let message = format!(
-                "found {}, expected a multiple of recovery.pipeline_stages ({})",
-                self.ranks, self.pipeline_stages
+                "found {}, expected a multiple of recovery.pipeline_stages ({stages}): each stage is a rank's; for one replica \
+                 set recovery.ranks to {stages}",
+                self.ranks,
+                stages = self.pipeline_stages
             );
             return Err(SpecError::new("recovery.ranks", message));
         }
