@@ -312,13 +312,22 @@ fn tells_of_no_memory(line: &str) -> bool {
         || (line.contains("CUDA") && line.contains("out of memory"))
 }
 
+/// Whether a line of a child's log, text or JSON, tells only what it does, which says nothing of its end.
+fn is_news(line: &str) -> bool {
+    let level = line.split_whitespace().nth(1).unwrap_or_default();
+    ["TRACE", "DEBUG", "INFO"].iter().any(|news| {
+        level == *news || line.starts_with('{') && line.contains(&format!("\"level\":\"{news}\""))
+    })
+}
+
 /// Tells a crash from running out of memory: by an allocator's last words, or by the kernel's count of
 /// processes it killed for memory when the child died of SIGKILL.
 fn classify(status: ExitStatus, tail: &[String], killed_for_memory: bool) -> Failure {
     let allocator = tail.iter().any(|line| tells_of_no_memory(line));
     let by_kernel = status.signal() == Some(libc::SIGKILL) && killed_for_memory;
     let last = tail
-        .last()
+        .iter()
+        .rfind(|line| !is_news(line))
         .map(|line| format!("; its last line: {line}"))
         .unwrap_or_default();
     if allocator || by_kernel {
@@ -459,6 +468,24 @@ mod tests {
                 "its log is whole: {lines:?}"
             );
         }
+    }
+
+    #[test]
+    fn what_a_child_did_before_it_was_killed_is_no_cause() {
+        let killed = ExitStatus::from_raw(libc::SIGKILL);
+        let tail = |last: &str| vec!["fell over".to_owned(), last.to_owned()];
+        let message = |last: &str| classify(killed, &tail(last), false).message;
+        for news in [
+            "2026-12-01T14:56:44.518128Z  INFO attempt{task=87}: a rank stands ready",
+            r#"{"timestamp":"2026-12-01T14:56:44Z","level":"INFO","fields":{}}"#,
+        ] {
+            assert_eq!(
+                message(news),
+                "the device child ended of signal 9; its last line: fell over"
+            );
+        }
+        let error = "2026-12-01T14:56:44.518128Z ERROR the disk is gone";
+        assert!(message(error).ends_with(error));
     }
 
     fn order() -> Order {
