@@ -75,7 +75,7 @@ impl Progress {
 
 /// A line for each attempt that failed in another way than its task's last one.
 #[derive(Default)]
-pub(crate) struct Failures {
+struct Failures {
     seen: BTreeMap<u64, String>,
 }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# make check-gpu-streamed: a Llama of 7.9 billion random parameters (15.8 GB in bf16) at half of its block parameters, through
+# make check-gpu-streamed: a Llama of 7.5 billion random parameters (15.0 GB in bf16) at half of its block parameters, through
 # the whole job but its recovery, on a GPU that may hold 12 GiB of it: the parent is streamed block by block. Prints what each
 # stage took; exits 0 only where the job ends with a verified checkpoint and the parent was never held whole.
 # Needs a GPU (see gpu-ops.sh), 32 GB of disk and a Python with PyTorch and safetensors (PYTHON=FILE; python3). PROGRAM=FILE

@@ -137,14 +137,15 @@ const LEAST_ERROR: f64 = 0.01;
 /// which each request waited for so many courses of others.
 fn error_of(pair: &MeasuredPair, samples: impl Fn(&Measurement, f64) -> Vec<f64>, waits: f64) -> f64 {
     let own = samples(&pair.candidate, waits);
-    let error = match pair.parent.measured() {
-        Some(parent) => relative_error(&ratios(&own, &samples(parent, 0.0))),
-        None => relative_error(&own),
+    let (error, steady) = match pair.parent.measured() {
+        Some(parent) => {
+            let by_turns = ratios(&own, &samples(parent, 0.0));
+            (relative_error(&by_turns), pair.drift <= MOST_DRIFT)
+        }
+        None => (relative_error(&own), false),
     };
-    if pair.drift > MOST_DRIFT || pair.parent.measured().is_none() {
-        return error.max(pair.drift).max(LEAST_ERROR);
-    }
-    error.max(LEAST_ERROR)
+    let moved = if steady { 0.0 } else { pair.drift };
+    error.max(moved).max(LEAST_ERROR)
 }
 
 /// From the first token to the last, request by request.

@@ -3,7 +3,8 @@
 //! Heterogeneous: solve → check. Uniform: grid → rank → check. A check that misses a limit, or shows the
 //! prediction wrong, corrects the cost model by the measured ratio, and the strategy chooses anew; where that leads to
 //! nothing, the last choice stands that was measured inside the limits, however wrongly it was predicted. So does a first
-//! choice that doubts had give much away, where what its check told leads to none better. A noisy check is repeated as it is. An imported cost table is believed: its one check is read, and corrects nothing.
+//! choice that doubts had give much away, where what its check told leads to none better. A noisy check is repeated as it
+//! is. An imported cost table is believed: its one check is read, and corrects nothing.
 //! [`standing`] reads the checks; here is what follows from them.
 
 mod standing;
